@@ -1,0 +1,31 @@
+"""One exception class per kind of user fault; the CLI prints them without a traceback."""
+
+from __future__ import annotations
+
+
+class V4GraphError(Exception):
+    """Base of every fault that a user can cause and repair."""
+
+
+class SpecError(V4GraphError):
+    """A YAML spec is malformed or inconsistent; the message lists every fault found."""
+
+
+class PlanError(V4GraphError):
+    """A valid spec cannot be lowered with the given limits (memory, buckets, formats)."""
+
+
+class WeightsError(V4GraphError):
+    """A checkpoint does not hold exactly the tensors that the plan lists."""
+
+
+class ProgramError(V4GraphError):
+    """A step program broke its contract (stale stamp, moved buffer, recompilation)."""
+
+
+class RequestError(V4GraphError):
+    """A request cannot be served as asked; `field` names the offending request field."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field

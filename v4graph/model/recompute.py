@@ -1,0 +1,329 @@
+"""The whole model as one uncached forward over full sequences: the oracle of every engine path.
+
+Plain, differentiable PyTorch, written for reading and for checking the paged step programs against;
+it also trains v4-nano. Section numbers refer to the DeepSeek-V4 technical report
+(arXiv 2606.19348).
+
+Shape suffixes: B sequences, S positions, D hidden, N residual streams, H heads, E head_dim,
+W compressed rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from v4graph.model.rope import cos_sin, inverse_frequencies, rotate
+from v4graph.spec.model import (
+    Attention,
+    CompressedGroup,
+    DenseFfn,
+    Ffn,
+    HashMoe,
+    HeavyAttention,
+    HyperConnections,
+    ModelSpec,
+    MtpSpeculation,
+    SlidingWindowGroup,
+    SparseAttention,
+)
+
+Params = Mapping[str, Tensor]
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """`x * rsqrt(mean(x^2) + eps) * weight` over the last axis in float32, cast back once."""
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return (y if weight is None else y * weight.float()).to(x.dtype)
+
+
+def sinkhorn(comb: Tensor, iters: int, eps: float) -> Tensor:
+    """Project `exp(comb) [..., N, N]` towards doubly stochastic matrices (section 2.2)."""
+    c = comb.softmax(-1) + eps
+    c = c / (c.sum(-2, keepdim=True) + eps)
+    for _ in range(iters - 1):
+        c = c / (c.sum(-1, keepdim=True) + eps)
+        c = c / (c.sum(-2, keepdim=True) + eps)
+    return c
+
+
+def swiglu(gate: Tensor, up: Tensor, clamp: float | None) -> Tensor:
+    """`silu(gate) * up` with the gate clamped above and `up` on both sides."""
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    return F.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """`logits [B, S, V]` in float32 and `streams [B, S, N, D]` after the last block."""
+
+    logits: Tensor
+    streams: Tensor
+
+
+class RecomputeModel:
+    """Uncached forward of a spec over `params` (see `v4graph.model.params`).
+
+    Methods are the seams of the architecture; the trainer overrides `attend` with a faster one.
+    """
+
+    def __init__(self, spec: ModelSpec, params: Params) -> None:
+        self.spec = spec
+        self.params = params
+        device = next(iter(params.values())).device
+        self.freqs = {k: inverse_frequencies(r).to(device) for k, r in spec.rope.items()}
+
+    # Model -----------------------------------------------------------------------------------
+
+    def forward(self, ids: Tensor) -> Recomputed:
+        """Run `ids [B, S]` from position 0."""
+        x = self.embed(ids)
+        for i, (attention, ffn) in enumerate(self.spec.layer_kinds):
+            x = self.block(f"layers.{i}", x, ids, attention, ffn)
+        return Recomputed(self.logits(x, "", "norm.weight"), x)
+
+    def draft(self, streams: Tensor, next_ids: Tensor, mode: MtpSpeculation, layer: int = 0) -> (
+        Recomputed
+    ):
+        """One MTP layer over whole sequences (section 2.4): row t takes the streams at t and the
+        token at t + 1, sits at position t and predicts token t + 2.
+
+        Args:
+            streams: `[B, S, N, D]`, the main model's (or the previous draft step's) streams.
+            next_ids: `[B, S]`, the token after each row's own.
+        """
+        p, eps = f"mtp.{layer}", self.spec.norm_eps
+        e = rms_norm(self.params["embed.weight"][next_ids], self.params[f"{p}.enorm.weight"], eps)
+        if mode.mask_position_zero:
+            e = torch.cat((torch.zeros_like(e[:, :1]), e[:, 1:]), dim=1)
+        h = rms_norm(streams, self.params[f"{p}.hnorm.weight"], eps)
+        e = F.linear(e, self.params[f"{p}.e_proj.weight"])
+        h = F.linear(h, self.params[f"{p}.h_proj.weight"])
+        y = self.block(p, h + e[:, :, None], next_ids, mode.attention, mode.ffn)
+        return Recomputed(self.logits(y, f"{p}.", f"{p}.norm.weight"), y)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token embeddings repeated over the residual streams, `[B, S, N, D]`."""
+        r = self.spec.residual
+        streams = r.streams if isinstance(r, HyperConnections) else 1
+        return self.params["embed.weight"][ids][:, :, None].expand(-1, -1, streams, -1)
+
+    def logits(self, x_BSND: Tensor, head_prefix: str, norm: str) -> Tensor:
+        """Collapse the streams, normalise and project on the vocabulary, in float32."""
+        x = self.collapse_head(x_BSND, head_prefix)
+        x = rms_norm(x, self.params[norm], self.spec.norm_eps)
+        return F.linear(x.float(), self.params["head.weight"].float())
+
+    def block(self, p: str, x: Tensor, ids: Tensor, attention: str, ffn: str) -> Tensor:
+        """One decoder block on the streams `[B, S, N, D]`."""
+        a, f = self.spec.attention[attention], self.spec.ffn[ffn]
+        eps = self.spec.norm_eps
+        u, mix = self.hyper_pre(x, f"{p}.hc_attn")
+        y = self.attention(f"{p}.attn", a, rms_norm(u, self.params[f"{p}.attn_norm.weight"], eps))
+        x = self.hyper_post(x, y, mix)
+        u, mix = self.hyper_pre(x, f"{p}.hc_ffn")
+        y = self.ffn(f"{p}.ffn", f, rms_norm(u, self.params[f"{p}.ffn_norm.weight"], eps), ids)
+        return self.hyper_post(x, y, mix)
+
+    # Hyper-connections (section 2.2) ---------------------------------------------------------
+
+    def hyper_pre(self, x: Tensor, p: str) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Collapse streams into the sublayer input `[B, S, D]`; also `post [B, S, N]` and
+        `comb [B, S, N, N]`."""
+        r = self.spec.residual
+        if not isinstance(r, HyperConnections):
+            return x[:, :, 0], None
+        n = r.streams
+        flat = rms_norm(x.flatten(2).float(), None, self.spec.norm_eps)
+        mixes = F.linear(flat, self.params[f"{p}_fn"].float())
+        base, scale = self.params[f"{p}_base"].float(), self.params[f"{p}_scale"].float()
+        pre = torch.sigmoid(mixes[..., :n] * scale[0] + base[:n]) + r.eps
+        post = 2 * torch.sigmoid(mixes[..., n : 2 * n] * scale[1] + base[n : 2 * n])
+        comb = (mixes[..., 2 * n :] * scale[2] + base[2 * n :]).unflatten(-1, (n, n))
+        u = (pre[..., None] * x.float()).sum(2).to(x.dtype)
+        return u, (post, sinkhorn(comb, r.sinkhorn_iters, r.eps))
+
+    def hyper_post(self, x: Tensor, y: Tensor, mix: tuple[Tensor, Tensor] | None) -> Tensor:
+        """`x'_k = post_k y + sum_j comb[j, k] x_j`: the sum runs over the first index."""
+        if mix is None:
+            return x + y[:, :, None]
+        post, comb = mix
+        mixed = torch.einsum("bsjk,bsjd->bskd", comb, x.float())
+        return (post[..., None] * y.float()[:, :, None] + mixed).to(x.dtype)
+
+    def collapse_head(self, x: Tensor, prefix: str) -> Tensor:
+        """The final stream collapse `hc_head`, `[B, S, D]`."""
+        r = self.spec.residual
+        if not isinstance(r, HyperConnections):
+            return x[:, :, 0]
+        flat = rms_norm(x.flatten(2).float(), None, self.spec.norm_eps)
+        mixes = F.linear(flat, self.params[f"{prefix}hc_head_fn"].float())
+        scale = self.params[f"{prefix}hc_head_scale"].float()
+        pre = torch.sigmoid(mixes * scale + self.params[f"{prefix}hc_head_base"].float()) + r.eps
+        return (pre[..., None] * x.float()).sum(2).to(x.dtype)
+
+    # Attention (section 2.3) -----------------------------------------------------------------
+
+    def attention(self, p: str, a: Attention, x: Tensor) -> Tensor:
+        """Sliding-window attention over raw rows plus the kind's compressed rows, `[B, S, D]`."""
+        B, S, _ = x.shape
+        freqs, eps = self.freqs[a.rope], self.spec.norm_eps
+        positions = torch.arange(S, device=x.device)
+        cos, sin = cos_sin(positions, freqs)
+        q_low = rms_norm(self.linear(f"{p}.wq_a", x), self.params[f"{p}.q_norm.weight"], eps)
+        q = self.linear(f"{p}.wq_b", q_low).unflatten(-1, (a.heads, a.head_dim))
+        q = rotate(rms_norm(q, None, eps), cos[:, None], sin[:, None])
+        kv = rms_norm(self.linear(f"{p}.wkv", x), self.params[f"{p}.kv_norm.weight"], eps)
+        kv = rotate(kv, cos, sin)
+
+        rows, visible = None, None
+        if isinstance(a, SparseAttention | HeavyAttention):
+            group = self.spec.cache_groups[a.caches.compressed]
+            assert isinstance(group, CompressedGroup)  # noqa: S101 (spec.check proved it)
+            rows = self.compress(f"{p}.compressor", group, x, freqs)
+            entries = torch.arange(rows.shape[1], device=x.device)
+            visible = (entries < ((positions + 1) // group.ratio)[:, None]).expand(B, -1, -1)
+            if isinstance(a, SparseAttention):
+                visible = self.index_select(f"{p}.indexer", a, x, q_low, visible, cos, sin)
+        window = self.spec.cache_groups[a.caches.window]
+        assert isinstance(window, SlidingWindowGroup)  # noqa: S101 (spec.check proved it)
+        out = self.attend(q, kv, rows, visible, self.params[f"{p}.attn_sink"], window.window)
+        out = rotate(out, cos[:, None], -sin[:, None])
+        grouped = out.flatten(2).unflatten(-1, (a.o_groups, -1))
+        wo_a = self.params[f"{p}.wo_a.weight"].unflatten(0, (a.o_groups, a.o_lora_rank))
+        low = torch.einsum("bsgi,goi->bsgo", grouped, wo_a).flatten(2)
+        return self.linear(f"{p}.wo_b", low)
+
+    def attend(
+        self,
+        q_BSHE: Tensor,
+        kv_BSE: Tensor,
+        rows_BWE: Tensor | None,
+        visible_BSW: Tensor | None,
+        sink_H: Tensor,
+        window: int,
+    ) -> Tensor:
+        """Softmax over window rows, visible compressed rows and the value-less sink."""
+        positions = torch.arange(kv_BSE.shape[1], device=kv_BSE.device)
+        age = positions[:, None] - positions
+        mask = ((age >= 0) & (age < window)).expand(kv_BSE.shape[0], -1, -1)
+        keys = kv_BSE
+        if rows_BWE is not None and visible_BSW is not None:
+            keys = torch.cat((kv_BSE, rows_BWE), dim=1)
+            mask = torch.cat((mask, visible_BSW), dim=2)
+        scores = torch.einsum("bshe,bke->bshk", q_BSHE, keys).float() * q_BSHE.shape[-1] ** -0.5
+        scores = scores.masked_fill(~mask[:, :, None], float("-inf"))
+        sink = sink_H.float()[:, None].expand(*scores.shape[:3], 1)
+        probs = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
+        return torch.einsum("bshk,bke->bshe", probs.to(keys.dtype), keys)
+
+    def compress(self, p: str, group: CompressedGroup, x: Tensor, freqs: Tensor) -> Tensor:
+        """Compressed rows `[B, S // ratio, dim]` (eqs. 9-12 and 20-23), roped at window starts."""
+        ratio, dim = group.ratio, group.row.dim
+        W = x.shape[1] // ratio
+        x = x[:, : W * ratio].float()
+        kv = F.linear(x, self.params[f"{p}.wkv.weight"].float()).unflatten(1, (W, ratio))
+        score = F.linear(x, self.params[f"{p}.wgate.weight"].float()).unflatten(1, (W, ratio))
+        score = score + self.params[f"{p}.ape"].float()
+        if group.overlap:
+            # Window w pools the first half (Ca) of window w - 1 and the second (Cb) of its own.
+            kv = torch.cat((_shift(kv[..., :dim], 0.0), kv[..., dim:]), dim=2)
+            score = torch.cat((_shift(score[..., :dim], float("-inf")), score[..., dim:]), dim=2)
+        pooled = (score.softmax(2) * kv).sum(2).to(self.params[f"{p}.wkv.weight"].dtype)
+        pooled = rms_norm(pooled, self.params[f"{p}.norm.weight"], self.spec.norm_eps)
+        starts = torch.arange(W, device=x.device) * ratio
+        return rotate(pooled, *cos_sin(starts, freqs))
+
+    def index_select(
+        self,
+        p: str,
+        a: SparseAttention,
+        x: Tensor,
+        q_low: Tensor,
+        causal_BSW: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor:
+        """Which compressed rows each query attends to, bool `[B, S, W]` (eqs. 13-17).
+
+        Ties go to the lowest position: a stable descending sort decides.
+        """
+        scores = self.index_scores(p, a, x, q_low, cos, sin)
+        scores = scores.masked_fill(~causal_BSW, float("-inf"))
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
+        picked = torch.zeros_like(causal_BSW).scatter(-1, order[..., : a.indexer.topk], True)
+        return picked & causal_BSW
+
+    def index_scores(
+        self, p: str, a: SparseAttention, x: Tensor, q_low: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """`sum_h w_h relu(q_h . k_j)`, float32 `[B, S, W]`."""
+        index = a.indexer
+        group = self.spec.cache_groups[a.caches.index]
+        assert isinstance(group, CompressedGroup)  # noqa: S101 (spec.check proved it)
+        keys = self.compress(f"{p}.compressor", group, x, self.freqs[a.rope])
+        q = self.linear(f"{p}.wq_b", q_low).unflatten(-1, (index.heads, index.dim))
+        q = rotate(q, cos[:, None], sin[:, None])
+        weight = F.linear(x, self.params[f"{p}.weights_proj.weight"]).float()
+        weight = weight * (index.dim * index.heads) ** -0.5
+        scores = torch.einsum("bshe,bke->bshk", q.float(), keys.float()).relu()
+        return torch.einsum("bshk,bsh->bsk", scores, weight)
+
+    # Feed-forward (section 2.1) --------------------------------------------------------------
+
+    def ffn(self, p: str, f: Ffn, x: Tensor, ids: Tensor) -> Tensor:
+        """Routed experts plus the shared expert, `[B, S, D]`."""
+        if isinstance(f, DenseFfn):
+            return self.swiglu(p, x, f.clamp)
+        weights, chosen = self.route(p, f, x, ids)
+        w13, w2 = self.params[f"{p}.experts.w13"], self.params[f"{p}.experts.w2"]
+        flat, out = x.flatten(0, 1), torch.zeros_like(x.flatten(0, 1), dtype=torch.float32)
+        chosen, weights = chosen.flatten(0, 1), weights.flatten(0, 1)
+        for e in range(f.experts):
+            token, slot = torch.where(chosen == e)
+            gate, up = F.linear(flat[token], w13[e]).chunk(2, dim=-1)
+            h = swiglu(gate.float(), up.float(), f.clamp) * weights[token, slot, None]
+            out = out.index_add(0, token, F.linear(h.to(x.dtype), w2[e]).float())
+        routed = out.view(x.shape).to(x.dtype)
+        if f.shared_experts:
+            routed = routed + self.swiglu(f"{p}.shared_experts", x, f.clamp)
+        return routed
+
+    def route(self, p: str, f: Ffn, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Routing weights (float32) and expert ids, both `[B, S, topk]`."""
+        assert not isinstance(f, DenseFfn)  # noqa: S101
+        logits = F.linear(x.float(), self.params[f"{p}.gate.weight"].float())
+        if f.scoring == "softmax":
+            scores = logits.softmax(-1)
+        elif f.scoring == "sigmoid":
+            scores = logits.sigmoid()
+        else:
+            scores = F.softplus(logits).sqrt()
+        if isinstance(f, HashMoe):
+            chosen = self.params[f"{p}.gate.tid2eid"][ids]
+        else:
+            biased = scores + self.params[f"{p}.gate.bias"].float()
+            chosen = biased.sort(dim=-1, descending=True, stable=True).indices[..., : f.topk]
+        weights = scores.gather(-1, chosen)
+        if f.norm_topk:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * f.scale, chosen
+
+    def swiglu(self, p: str, x: Tensor, clamp: float | None) -> Tensor:
+        """A dense SwiGLU of the tensors `p.w1`, `p.w2`, `p.w3`."""
+        gate, up = self.linear(f"{p}.w1", x), self.linear(f"{p}.w3", x)
+        return self.linear(f"{p}.w2", swiglu(gate.float(), up.float(), clamp).to(x.dtype))
+
+    def linear(self, p: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.params[f"{p}.weight"])
+
+
+def _shift(x_BWRE: Tensor, fill: float) -> Tensor:
+    """Move windows one later; the first window sees `fill`."""
+    return torch.cat((torch.full_like(x_BWRE[:, :1], fill), x_BWRE[:, :-1]), dim=1)
