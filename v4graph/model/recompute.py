@@ -17,7 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from v4graph.model.rope import cos_sin, inverse_frequencies, rotate
+from v4graph.model.rope import inverse_frequencies
+from v4graph.ops.hyper import hyper_head, hyper_post, hyper_pre
+from v4graph.ops.moe import route
+from v4graph.ops.norm import rms_norm, swiglu
+from v4graph.ops.rope import cos_sin, rotate
 from v4graph.spec.model import (
     Attention,
     CompressedGroup,
@@ -33,30 +37,6 @@ from v4graph.spec.model import (
 )
 
 Params = Mapping[str, Tensor]
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """`x * rsqrt(mean(x^2) + eps) * weight` over the last axis in float32, cast back once."""
-    y = x.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return (y if weight is None else y * weight.float()).to(x.dtype)
-
-
-def sinkhorn(comb: Tensor, iters: int, eps: float) -> Tensor:
-    """Project `exp(comb) [..., N, N]` towards doubly stochastic matrices (section 2.2)."""
-    c = comb.softmax(-1) + eps
-    c = c / (c.sum(-2, keepdim=True) + eps)
-    for _ in range(iters - 1):
-        c = c / (c.sum(-1, keepdim=True) + eps)
-        c = c / (c.sum(-2, keepdim=True) + eps)
-    return c
-
-
-def swiglu(gate: Tensor, up: Tensor, clamp: float | None) -> Tensor:
-    """`silu(gate) * up` with the gate clamped above and `up` on both sides."""
-    if clamp is not None:
-        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-    return F.silu(gate) * up
 
 
 @dataclass(frozen=True)
@@ -139,34 +119,34 @@ class RecomputeModel:
         r = self.spec.residual
         if not isinstance(r, HyperConnections):
             return x[:, :, 0], None
-        n = r.streams
-        flat = rms_norm(x.flatten(2).float(), None, self.spec.norm_eps)
-        mixes = F.linear(flat, self.params[f"{p}_fn"].float())
-        base, scale = self.params[f"{p}_base"].float(), self.params[f"{p}_scale"].float()
-        pre = torch.sigmoid(mixes[..., :n] * scale[0] + base[:n]) + r.eps
-        post = 2 * torch.sigmoid(mixes[..., n : 2 * n] * scale[1] + base[n : 2 * n])
-        comb = (mixes[..., 2 * n :] * scale[2] + base[2 * n :]).unflatten(-1, (n, n))
-        u = (pre[..., None] * x.float()).sum(2).to(x.dtype)
-        return u, (post, sinkhorn(comb, r.sinkhorn_iters, r.eps))
+        u, post, comb = hyper_pre(
+            x,
+            self.params[f"{p}_fn"],
+            self.params[f"{p}_base"],
+            self.params[f"{p}_scale"],
+            iters=r.sinkhorn_iters,
+            eps=r.eps,
+            norm_eps=self.spec.norm_eps,
+        )
+        return u, (post, comb)
 
     def hyper_post(self, x: Tensor, y: Tensor, mix: tuple[Tensor, Tensor] | None) -> Tensor:
-        """`x'_k = post_k y + sum_j comb[j, k] x_j`: the sum runs over the first index."""
-        if mix is None:
-            return x + y[:, :, None]
-        post, comb = mix
-        mixed = torch.einsum("bsjk,bsjd->bskd", comb, x.float())
-        return (post[..., None] * y.float()[:, :, None] + mixed).to(x.dtype)
+        """Put a sublayer's output back on the streams."""
+        return x + y[:, :, None] if mix is None else hyper_post(x, y, *mix)
 
     def collapse_head(self, x: Tensor, prefix: str) -> Tensor:
         """The final stream collapse `hc_head`, `[B, S, D]`."""
         r = self.spec.residual
         if not isinstance(r, HyperConnections):
             return x[:, :, 0]
-        flat = rms_norm(x.flatten(2).float(), None, self.spec.norm_eps)
-        mixes = F.linear(flat, self.params[f"{prefix}hc_head_fn"].float())
-        scale = self.params[f"{prefix}hc_head_scale"].float()
-        pre = torch.sigmoid(mixes * scale + self.params[f"{prefix}hc_head_base"].float()) + r.eps
-        return (pre[..., None] * x.float()).sum(2).to(x.dtype)
+        return hyper_head(
+            x,
+            self.params[f"{prefix}hc_head_fn"],
+            self.params[f"{prefix}hc_head_base"],
+            self.params[f"{prefix}hc_head_scale"],
+            eps=r.eps,
+            norm_eps=self.spec.norm_eps,
+        )
 
     # Attention (section 2.3) -----------------------------------------------------------------
 
@@ -299,21 +279,16 @@ class RecomputeModel:
         """Routing weights (float32) and expert ids, both `[B, S, topk]`."""
         assert not isinstance(f, DenseFfn)  # noqa: S101
         logits = F.linear(x.float(), self.params[f"{p}.gate.weight"].float())
-        if f.scoring == "softmax":
-            scores = logits.softmax(-1)
-        elif f.scoring == "sigmoid":
-            scores = logits.sigmoid()
-        else:
-            scores = F.softplus(logits).sqrt()
-        if isinstance(f, HashMoe):
-            chosen = self.params[f"{p}.gate.tid2eid"][ids]
-        else:
-            biased = scores + self.params[f"{p}.gate.bias"].float()
-            chosen = biased.sort(dim=-1, descending=True, stable=True).indices[..., : f.topk]
-        weights = scores.gather(-1, chosen)
-        if f.norm_topk:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights * f.scale, chosen
+        hashed = isinstance(f, HashMoe)
+        return route(
+            logits,
+            None if hashed else self.params[f"{p}.gate.bias"],
+            self.params[f"{p}.gate.tid2eid"][ids] if hashed else None,
+            topk=f.topk,
+            scoring=f.scoring,
+            norm_topk=f.norm_topk,
+            scale=f.scale,
+        )
 
     def swiglu(self, p: str, x: Tensor, clamp: float | None) -> Tensor:
         """A dense SwiGLU of the tensors `p.w1`, `p.w2`, `p.w3`."""
