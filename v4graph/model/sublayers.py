@@ -1,0 +1,249 @@
+"""One decoder sublayer over paged caches, as pure functions of tensors.
+
+Each class holds only what the spec fixes for a kind of layer; weights, pools and step metadata are
+arguments. So all layers of one kind run, and compile, as one region.
+
+Shape suffixes: T tokens in the step, N residual streams, D hidden, H heads, E head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from v4graph.ops.attention import gather_rows, paged_attention
+from v4graph.ops.cache import write_rows
+from v4graph.ops.compress import pool_windows, state_rows
+from v4graph.ops.hyper import hyper_head, hyper_post, hyper_pre
+from v4graph.ops.indexer import index_scores, select_topk
+from v4graph.ops.moe import moe_experts, route
+from v4graph.ops.norm import rms_norm, swiglu
+from v4graph.ops.rope import cos_sin, rotate
+from v4graph.spec.model import (
+    Attention,
+    CompressedGroup,
+    DenseFfn,
+    Ffn,
+    HashMoe,
+    HyperConnections,
+    ModelSpec,
+    SlidingAttention,
+    SparseAttention,
+)
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ResidualConfig:
+    """The residual connection around a sublayer; `iters` 0 stands for the plain one."""
+
+    iters: int
+    eps: float
+    norm_eps: float
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> ResidualConfig:
+        r = spec.residual
+        if isinstance(r, HyperConnections):
+            return cls(r.sinkhorn_iters, r.eps, spec.norm_eps)
+        return cls(0, 0.0, spec.norm_eps)
+
+    def enter(self, x_TND: Tensor, w: Tensors, hc: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Sublayer input `[T, D]` and the mixing weights that `leave` takes."""
+        if self.iters == 0:
+            empty = x_TND.new_empty(0)
+            return x_TND[:, 0], empty, empty
+        return hyper_pre(
+            x_TND,
+            w[f"{hc}_fn"],
+            w[f"{hc}_base"],
+            w[f"{hc}_scale"],
+            iters=self.iters,
+            eps=self.eps,
+            norm_eps=self.norm_eps,
+        )
+
+    def leave(self, x_TND: Tensor, y_TD: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        """Put the sublayer's output back on the streams."""
+        if self.iters == 0:
+            return x_TND + y_TD[:, None]
+        return hyper_post(x_TND, y_TD, post, comb)
+
+
+class AttentionSublayer:
+    """Attention of one spec entry: writes its cache rows, closes windows, attends."""
+
+    def __init__(self, spec: ModelSpec, name: str) -> None:
+        self.config: Attention = spec.attention[name]
+        self.residual = ResidualConfig.of(spec)
+        self.eps = spec.norm_eps
+        self.caches: dict[str, str] = dict(self.config.caches)
+        self.compressed: dict[str, CompressedGroup] = {
+            role: group
+            for role, group_name in self.caches.items()
+            if isinstance(group := spec.cache_groups[group_name], CompressedGroup)
+        }
+
+    def __call__(self, x_TND: Tensor, w: Tensors, pools: Tensors, m: Tensors) -> Tensor:
+        """Run the sublayer.
+
+        Args:
+            x_TND: residual streams.
+            w: the layer's tensors by name below `layers.N.` (`attn.wq_a.weight`, ...).
+            pools: `[rows, dim]` by cache role (`window`, `compressed`, ...), written in place.
+            m: the program's static buffers, and `freqs.<rope>`.
+        """
+        a, eps = self.config, self.eps
+        u, post, comb = self.residual.enter(x_TND, w, "hc_attn")
+        h = rms_norm(u, w["attn_norm.weight"], eps)
+        cos, sin = m[f"rope.{a.rope}.cos"], m[f"rope.{a.rope}.sin"]
+        q_low = rms_norm(F.linear(h, w["attn.wq_a.weight"]), w["attn.q_norm.weight"], eps)
+        q = F.linear(q_low, w["attn.wq_b.weight"]).unflatten(-1, (a.heads, a.head_dim))
+        q = rotate(rms_norm(q, None, eps), cos[:, None], sin[:, None])
+        kv = rms_norm(F.linear(h, w["attn.wkv.weight"]), w["attn.kv_norm.weight"], eps)
+        window = self.caches["window"]
+        write_rows(pools["window"], m[f"{window}.slot_mapping"], rotate(kv, cos, sin))
+
+        rows = slots = None
+        if not isinstance(a, SlidingAttention):
+            self._close_windows("attn.compressor", "compressed", "state", h, w, pools, m)
+            rows, slots = pools["compressed"], m[f"{self.caches['compressed']}.read_slots"]
+        if isinstance(a, SparseAttention):
+            slots = self._index(a, h, q_low, cos, sin, w, pools, m)
+        out = paged_attention(
+            q,
+            pools["window"],
+            m[f"{window}.read_slots"],
+            rows,
+            slots,
+            w["attn.attn_sink"],
+            a.head_dim**-0.5,
+        )
+        out = rotate(out, cos[:, None], -sin[:, None])
+        grouped = out.flatten(1).unflatten(-1, (a.o_groups, -1)).transpose(0, 1)
+        wo_a = w["attn.wo_a.weight"].unflatten(0, (a.o_groups, a.o_lora_rank))
+        low = torch.bmm(grouped, wo_a.transpose(1, 2)).transpose(0, 1).flatten(1)
+        return self.residual.leave(x_TND, F.linear(low, w["attn.wo_b.weight"]), post, comb)
+
+    def _close_windows(
+        self, p: str, role: str, state: str, h: Tensor, w: Tensors, pools: Tensors, m: Tensors
+    ) -> None:
+        """Write this step's state rows, then the compressed rows of the windows it closes."""
+        group, state_name = self.compressed[role], self.caches[state]
+        x = h.float()
+        kv = F.linear(x, w[f"{p}.wkv.weight"].float())
+        score = F.linear(x, w[f"{p}.wgate.weight"].float())
+        new = state_rows(kv, score, w[f"{p}.ape"], m["positions"])
+        write_rows(pools[state], m[f"{state_name}.slot_mapping"], new)
+        read = m[f"{state_name}.read_slots"]
+        last = m[f"closing_positions.{group.ratio}"]
+        start = (last - (group.ratio - 1)).clamp_min(0)
+        cos, sin = cos_sin(start, m[f"freqs.{self.config.rope}"])
+        pooled = pool_windows(
+            gather_rows(pools[state], read),
+            read >= 0,
+            w[f"{p}.norm.weight"],
+            cos,
+            sin,
+            overlap=group.overlap,
+            norm_eps=self.eps,
+            dtype=h.dtype,
+        )
+        write_rows(pools[role], m[f"{self.caches[role]}.slot_mapping"], pooled)
+
+    def _index(
+        self,
+        a: SparseAttention,
+        h: Tensor,
+        q_low: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        w: Tensors,
+        pools: Tensors,
+        m: Tensors,
+    ) -> Tensor:
+        """Row ids of the compressed rows that each token attends to, -1 where fewer."""
+        self._close_windows("attn.indexer.compressor", "index", "index_state", h, w, pools, m)
+        index = a.indexer
+        q = F.linear(q_low, w["attn.indexer.wq_b.weight"]).unflatten(-1, (index.heads, index.dim))
+        q = rotate(q, cos[:, None], sin[:, None])
+        weights = F.linear(h, w["attn.indexer.weights_proj.weight"]).float()
+        weights = weights * (index.dim * index.heads) ** -0.5
+        name = self.caches["index"]
+        keys = gather_rows(pools["index"], m[f"{name}.read_slots"])
+        scores = index_scores(q, keys, weights)
+        chosen = select_topk(scores, m[f"{name}.num_entries"], index.topk)
+        slots = m[f"{self.caches['compressed']}.read_slots"].gather(1, chosen.clamp_min(0))
+        return torch.where(chosen >= 0, slots, -1)
+
+
+class FfnSublayer:
+    """Feed-forward of one spec entry: routed and shared experts, or a dense SwiGLU."""
+
+    def __init__(self, spec: ModelSpec, name: str) -> None:
+        self.config: Ffn = spec.ffn[name]
+        self.residual = ResidualConfig.of(spec)
+        self.eps = spec.norm_eps
+
+    def __call__(self, x_TND: Tensor, w: Tensors, m: Tensors) -> Tensor:
+        """Run the sublayer; arguments as in `AttentionSublayer`."""
+        f = self.config
+        u, post, comb = self.residual.enter(x_TND, w, "hc_ffn")
+        h = rms_norm(u, w["ffn_norm.weight"], self.eps)
+        if isinstance(f, DenseFfn):
+            y = _swiglu(h, w, "ffn", f.clamp)
+            return self.residual.leave(x_TND, y, post, comb)
+        hashed = isinstance(f, HashMoe)
+        weights, experts = route(
+            F.linear(h.float(), w["ffn.gate.weight"].float()),
+            None if hashed else w["ffn.gate.bias"],
+            w["ffn.gate.tid2eid"][m["input_ids"]] if hashed else None,
+            topk=f.topk,
+            scoring=f.scoring,
+            norm_topk=f.norm_topk,
+            scale=f.scale,
+        )
+        y = moe_experts(h, weights, experts, w["ffn.experts.w13"], w["ffn.experts.w2"], f.clamp)
+        if f.shared_experts:
+            y = y + _swiglu(h, w, "ffn.shared_experts", f.clamp)
+        return self.residual.leave(x_TND, y, post, comb)
+
+
+def _swiglu(h: Tensor, w: Tensors, p: str, clamp: float | None) -> Tensor:
+    gate, up = F.linear(h, w[f"{p}.w1.weight"]), F.linear(h, w[f"{p}.w3.weight"])
+    hidden = swiglu(gate.float(), up.float(), clamp).to(h.dtype)
+    return F.linear(hidden, w[f"{p}.w2.weight"])
+
+
+class Head:
+    """Embedding at one end, stream collapse, final norm and vocabulary projection at the other."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.residual = ResidualConfig.of(spec)
+        r = spec.residual
+        self.streams = r.streams if isinstance(r, HyperConnections) else 1
+
+    def embed(self, ids: Tensor, embedding: Tensor) -> Tensor:
+        """Token embeddings on every stream, `[T, N, D]`."""
+        return embedding[ids][:, None].expand(-1, self.streams, -1).contiguous()
+
+    def logits(self, x_TND: Tensor, rows: Tensor, w: Tensors) -> Tensor:
+        """Float32 logits `[R, V]` of the tokens at `rows [R]`."""
+        x = x_TND[rows]
+        if self.residual.iters == 0:
+            x = x[:, 0]
+        else:
+            x = hyper_head(
+                x,
+                w["hc_head_fn"],
+                w["hc_head_base"],
+                w["hc_head_scale"],
+                eps=self.residual.eps,
+                norm_eps=self.residual.norm_eps,
+            )
+        x = rms_norm(x, w["norm.weight"], self.residual.norm_eps)
+        return F.linear(x.float(), w["head.weight"].float())

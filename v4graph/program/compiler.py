@@ -1,0 +1,75 @@
+"""Compile regions with torch.compile and count what the compiler did.
+
+One code object per region and program, so that a second compilation of any of them is a fault that
+can be seen, not a guard that quietly grows.
+"""
+
+from __future__ import annotations
+
+import time
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from v4graph.errors import ProgramError
+
+
+@dataclass
+class RegionStats:
+    """How often a region was compiled (1 after warm-up), its graph's size and compile seconds."""
+
+    compilations: int = 0
+    num_ops: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Compiler:
+    """Builds regions: compiled (`enabled`) or eager; after `seal` a compilation is an error."""
+
+    enabled: bool = True
+    stats: dict[str, RegionStats] = field(default_factory=dict)
+    sealed: bool = False
+
+    def region(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` as a region called `name`: `fullgraph=True`, static shapes."""
+        if not self.enabled:
+            return fn
+        stats = self.stats.setdefault(name, RegionStats())
+
+        def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            if self.sealed:
+                raise ProgramError(f"region {name} recompiled while serving")
+            from torch._inductor.compile_fx import compile_fx
+
+            begin = time.perf_counter()
+            compiled = compile_fx(gm, inputs)
+            stats.compilations += 1
+            stats.num_ops = sum(n.op.startswith("call") for n in gm.graph.nodes)
+            stats.seconds += time.perf_counter() - begin
+            return compiled
+
+        return torch.compile(_own_code(fn), fullgraph=True, dynamic=False, backend=backend)
+
+    def seal(self) -> None:
+        """End of warm-up: from here on every program must already exist."""
+        self.sealed = True
+
+    @property
+    def recompilations(self) -> int:
+        """Compilations beyond the first of each region."""
+        return sum(max(s.compilations - 1, 0) for s in self.stats.values())
+
+
+def _own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` behind a function with a code object of its own: Dynamo caches by code object."""
+
+    def call(*args: Any) -> Any:
+        return fn(*args)
+
+    return types.FunctionType(
+        call.__code__.replace(), call.__globals__, call.__name__, call.__defaults__, call.__closure__
+    )

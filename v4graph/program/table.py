@@ -1,0 +1,90 @@
+"""The device-resident request table: the one persistent truth about every running request.
+
+Row 0 is the null request that padding points at. The host writes a row when a request is admitted
+and block-table entries when pages change hands; everything else is advanced by the step programs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from v4graph.plan.types import NULL_PAGE, Plan
+
+_SCALARS = {
+    "num_tokens": torch.int64,  # known tokens: prompt and generated
+    "num_computed_tokens": torch.int64,  # tokens whose cache rows are valid
+    "temperature": torch.float32,
+    "top_p": torch.float32,
+    "top_k": torch.int64,
+    "seed": torch.int64,
+}
+
+
+class RequestTable:
+    """Tensors indexed by request slot; `max_num_seqs + 1` rows.
+
+    Attributes:
+        token_ids: `[S, max_model_len + 1]` int64.
+        scalars: `[S]` tensors by name.
+        block_tables: `[S, table_width]` int64 page ids by group; the null page where unassigned.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        slots = plan.limits.max_num_seqs + 1
+        self.device = device
+        self.token_ids = torch.zeros(
+            slots, plan.max_model_len + 1, dtype=torch.int64, device=device
+        )
+        self.scalars = {
+            name: torch.zeros(slots, dtype=dtype, device=device)
+            for name, dtype in _SCALARS.items()
+        }
+        self.block_tables = {
+            g.name: torch.full(
+                (slots, g.table_width), NULL_PAGE, dtype=torch.int64, device=device
+            )
+            for g in plan.groups
+        }
+
+    def admit(
+        self,
+        slot: int,
+        token_ids: list[int],
+        *,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        seed: int,
+    ) -> None:
+        """Start a request in `slot`: its tokens are known, none is computed."""
+        ids = torch.tensor(token_ids, dtype=torch.int64)
+        self.token_ids[slot, : len(token_ids)] = ids.to(self.device)
+        values = {
+            "num_tokens": len(token_ids),
+            "num_computed_tokens": 0,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "seed": seed,
+        }
+        for name, value in values.items():
+            self.scalars[name][slot] = value
+
+    def set_pages(self, group: str, slot: int, columns: list[int], pages: list[int]) -> None:
+        """Write block-table entries of one request."""
+        table = self.block_tables[group]
+        where = torch.tensor(columns, dtype=torch.int64, device=self.device)
+        table[slot, where] = torch.tensor(pages, dtype=torch.int64, device=self.device)
+
+    def release(self, slot: int) -> None:
+        """Forget a request; its block tables point at the null page again."""
+        for table in self.block_tables.values():
+            table[slot] = NULL_PAGE
+        for values in self.scalars.values():
+            values[slot] = 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything a step program may read, by name."""
+        tables = {f"block_table.{k}": v for k, v in self.block_tables.items()}
+        return {"token_ids": self.token_ids, **self.scalars, **tables}
