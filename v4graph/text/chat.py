@@ -1,5 +1,7 @@
 """Render chat messages as a DeepSeek-V4 prompt: system, user and assistant turns, no tools."""
 
+# ruff: noqa: RUF001 -- the V4 tokens are spelt with a fullwidth bar.
+
 from __future__ import annotations
 
 from collections.abc import Sequence
