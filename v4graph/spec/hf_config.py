@@ -1,0 +1,323 @@
+"""From the `config.json` of a DeepSeek-V4 checkpoint to a spec.
+
+Two forms are read. The official one lists `compress_ratios` (0 and 1: window only; the entries past
+`num_hidden_layers` belong to draft layers), `num_hash_layers` and `rope_scaling`. The one that
+transformers 5.24 writes has `layer_types`, `compress_rates`, `mlp_layer_types` and
+`rope_parameters`. Where a file and the config differ on a dtype, the file is right: the published
+base checkpoints say `scale_fmt: ue8m0` and store F32 scales.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from v4graph.spec.hf_fields import FIXED, IRRELEVANT, Fields, raise_errors
+from v4graph.spec.hf_layers import draft_kind, layer_patterns, layer_plan
+from v4graph.spec.hf_weights import draft_layers, weight_formats
+from v4graph.spec.safetensors_header import StoredCheckpoint
+
+DRAFT_TOKENS = 3
+"""Drafts a round in an imported spec: public acceptance figures hardly grow beyond three."""
+WINDOW_PAGE_TOKENS = 64
+PAGE_TOKENS = 256
+STATE_PAGE_TOKENS = 8
+NO_FILES = StoredCheckpoint({}, ())
+
+
+@dataclass(frozen=True)
+class ImportedSpec:
+    """A spec as plain values, with what a reader should know about it."""
+
+    data: dict[str, Any]
+    """The YAML document; `like` is used where the shipped specs use it."""
+    sources: Mapping[str, str]
+    """Dotted path in `data` -> where its values came from."""
+    notes: tuple[str, ...]
+    """What was decided or left out, for the user to see."""
+
+
+def import_config(
+    config: Mapping[str, Any],
+    name: str,
+    stored: StoredCheckpoint = NO_FILES,
+    ignored: Iterable[str] = (),
+) -> ImportedSpec:
+    """Read a config, with the headers of the checkpoint's files where there are any.
+
+    Args:
+        config: the parsed config.json.
+        name: name of the spec; turned into lower case, foreign characters into `-`.
+        ignored: config keys that the user vouches for.
+
+    Raises:
+        SpecError: every key that is absent, unknown or has an unsupported value, at once.
+    """
+    errors: list[str] = []
+    fields = Fields(config, "config.json", errors)
+    fields.choice("model_type", FIXED["model_type"])
+    raise_errors(errors)  # the keys of another architecture would only bring noise
+    for key, allowed in FIXED.items():
+        fields.choice(key, allowed, default=allowed[0])
+    notes: list[str] = []
+    head_dim = fields.integer("head_dim")
+    rope_dim = _rope_dim(fields, head_dim)
+    rope = _rope(fields, rope_dim, notes)
+    plan = layer_plan(fields, notes)
+    formats, format_source = weight_formats(fields, stored, notes)
+    mtp = draft_layers(fields, stored, notes)
+    draft = draft_kind(fields, plan) if mtp else None
+    quantised = formats["linear"] == "fp8_block"
+    used = set(plan.attention) | ({draft} if draft else set())
+    data = {
+        "name": re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._") or "imported",
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": fields.integer("hidden_size"),
+        "max_position_embeddings": fields.integer("max_position_embeddings"),
+        "norm_eps": fields.number("rms_norm_eps"),
+        **_token_ids(fields),
+        "residual": {
+            "kind": "hyper_connections",
+            "streams": fields.integer("hc_mult"),
+            "sinkhorn_iters": fields.integer("hc_sinkhorn_iters"),
+            "eps": fields.number("hc_eps"),
+        },
+        "rope": rope,
+        "cache_groups": _cache_groups(fields, plan.csa_ratio, plan.hca_ratio, used, quantised),
+        "attention": _attention(fields, head_dim, used),
+        "ffn": _ffn(fields, set(plan.ffn) | ({"routed"} if mtp else set())),
+        "layers": layer_patterns(plan),
+        "speculative": {"none": {"kind": "none"}},
+        "weights": {"names": "deepseek_v4", **formats},
+    }
+    if mtp:
+        data["speculative"]["mtp"] = {
+            "kind": "mtp",
+            "num_draft_tokens": DRAFT_TOKENS,
+            "num_layers": mtp,
+            "attention": draft,
+            "ffn": "routed",
+        }
+    fields.finish({*IRRELEVANT, *ignored})
+    raise_errors(errors)
+    return ImportedSpec(data, _sources(plan.source, format_source, stored, quantised), tuple(notes))
+
+
+def _token_ids(fields: Fields) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key in ("bos_token_id", "eos_token_id"):
+        value = fields.any(key)
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) and key == "eos_token_id" else [value]
+        if not ids or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+            fields.fail(key, "a token id")
+        out[key] = value
+    return out
+
+
+def _rope_dim(fields: Fields, head_dim: int) -> int:
+    """`qk_rope_head_dim`, or transformers' `partial_rotary_factor` of the head."""
+    factor = fields.any("partial_rotary_factor")
+    if fields.has("qk_rope_head_dim") or factor is None:
+        dim = fields.integer("qk_rope_head_dim", least=2)
+        if factor is not None and int(head_dim * factor) != dim:
+            fields.fail("partial_rotary_factor", f"qk_rope_head_dim / head_dim = {dim}/{head_dim}")
+    else:
+        dim = int(head_dim * fields.number("partial_rotary_factor"))
+    if dim % 2 or not 0 < dim <= head_dim:
+        fields.fail("qk_rope_head_dim", f"an even number of at most head_dim {head_dim}")
+    return dim
+
+
+def _rope(fields: Fields, dim: int, notes: list[str]) -> dict[str, Any]:
+    parameters = fields.block("rope_parameters")
+    nested = parameters is not None and parameters.has("main") and parameters.has("compress")
+    if parameters is not None and nested:
+        blocks = {key: parameters.block(key) for key in ("main", "compress")}
+        for key in parameters.values:
+            parameters.any(key)  # transformers drops what stands beside the two blocks
+        fields.any("rope_scaling")
+        top = {"main": "rope_theta", "compress": "compress_rope_theta"}
+        out: dict[str, Any] = {}
+        for key, block in blocks.items():
+            if block is None:
+                continue
+            theta = block.number("rope_theta")
+            if fields.any(top[key], theta) != theta:
+                notes.append(f"{top[key]} is overruled by rope_parameters.{key}.rope_theta {theta}")
+            factor = block.any("partial_rotary_factor")
+            head_dim = fields.any("head_dim")
+            if factor is not None and isinstance(head_dim, int) and int(head_dim * factor) != dim:
+                block.fail("partial_rotary_factor", f"{dim} rotated channels of {head_dim}")
+            out[key] = {"theta": _whole(theta), "dim": dim, **_yarn(block)}
+            block.finish()
+        return out
+    scaling = parameters if parameters is not None else fields.block("rope_scaling")
+    out = {
+        "main": {"theta": _whole(fields.number("rope_theta")), "dim": dim},
+        "compress": {"theta": _whole(fields.number("compress_rope_theta")), "dim": dim},
+    }
+    if scaling is not None:
+        for key in ("rope_theta", "partial_rotary_factor"):
+            scaling.any(key)
+        out["compress"].update(_yarn(scaling))
+        scaling.finish()
+    return out
+
+
+def _yarn(block: Fields) -> dict[str, Any]:
+    key = "rope_type" if block.has("rope_type") else "type"
+    kind = block.choice(key, ("default", "yarn"), default="default")
+    block.any("type")
+    if kind != "yarn":
+        return {}
+    block.choice("attention_factor", (1.0, 1), default=1.0)
+    block.choice("truncate", (True,), default=True)
+    return {
+        "yarn": {
+            "factor": _whole(block.number("factor")),
+            "original_max_position": block.integer("original_max_position_embeddings"),
+            "beta_fast": _whole(block.number("beta_fast", default=32)),
+            "beta_slow": _whole(block.number("beta_slow", default=1)),
+        }
+    }
+
+
+def _cache_groups(
+    fields: Fields, csa_ratio: int, hca_ratio: int, used: set[str], quantised: bool
+) -> dict[str, Any]:
+    kv: dict[str, Any] = {"dim": fields.integer("head_dim")}
+    index: dict[str, Any] = {"dim": fields.integer("index_head_dim")} if "csa" in used else {}
+    if quantised:
+        kv["format"], index["format"] = "fp8_ds", "fp8"
+    window = fields.integer("sliding_window")
+    groups: dict[str, Any] = {
+        "window": {
+            "kind": "sliding_window",
+            "window": window,
+            "row": dict(kv),
+            "page_tokens": WINDOW_PAGE_TOKENS,
+        }
+    }
+
+    def compressed(ratio: int, overlap: bool, row: dict[str, Any]) -> dict[str, Any]:
+        # Whole rows a page: the multiple of the ratio that covers the usual 256 tokens.
+        tokens = -(-PAGE_TOKENS // ratio) * ratio
+        extra = {"overlap": True} if overlap else {}
+        return {
+            "kind": "compressed",
+            "ratio": ratio,
+            **extra,
+            "row": dict(row),
+            "page_tokens": tokens,
+        }
+
+    def state(of: str, ratio: int) -> dict[str, Any]:
+        tokens = min(ratio, STATE_PAGE_TOKENS)
+        return {"kind": "compressor_state", "of": of, "page_tokens": tokens}
+
+    if "csa" in used:
+        groups["csa_kv"] = compressed(csa_ratio, True, kv)
+        groups["csa_index"] = compressed(csa_ratio, True, index)
+        groups["csa_state"] = state("csa_kv", csa_ratio)
+        groups["csa_index_state"] = state("csa_index", csa_ratio)
+    if "hca" in used:
+        groups["hca_kv"] = compressed(hca_ratio, False, kv)
+        groups["hca_state"] = state("hca_kv", hca_ratio)
+    return groups
+
+
+def _attention(fields: Fields, head_dim: int, used: set[str]) -> dict[str, Any]:
+    base = {
+        "heads": fields.integer("num_attention_heads"),
+        "head_dim": head_dim,
+        "q_lora_rank": fields.integer("q_lora_rank"),
+        "o_groups": fields.integer("o_groups"),
+        "o_lora_rank": fields.integer("o_lora_rank"),
+    }
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "swa": ("sliding_attention", {"rope": "main", "caches": {"window": "window"}}),
+        "csa": (
+            "compressed_sparse_attention",
+            {
+                "rope": "compress",
+                "indexer": _indexer(fields, "csa" in used),
+                "caches": {
+                    "window": "window",
+                    "compressed": "csa_kv",
+                    "state": "csa_state",
+                    "index": "csa_index",
+                    "index_state": "csa_index_state",
+                },
+            },
+        ),
+        "hca": (
+            "heavily_compressed_attention",
+            {
+                "rope": "compress",
+                "caches": {"window": "window", "compressed": "hca_kv", "state": "hca_state"},
+            },
+        ),
+    }
+    out: dict[str, Any] = {}
+    for name, (kind, own) in kinds.items():
+        if name not in used:
+            continue
+        first = next(iter(out), None)
+        start = {"kind": kind, **base} if first is None else {"like": first, "kind": kind}
+        out[name] = {**start, **own}
+    return out
+
+
+def _indexer(fields: Fields, needed: bool) -> dict[str, Any]:
+    keys = {"heads": "index_n_heads", "dim": "index_head_dim", "topk": "index_topk"}
+    if needed:
+        return {name: fields.integer(key) for name, key in keys.items()}
+    return {name: fields.any(key) for name, key in keys.items()}
+
+
+def _ffn(fields: Fields, used: set[str]) -> dict[str, Any]:
+    clamp = fields.any("swiglu_limit")
+    base: dict[str, Any] = {
+        "experts": fields.integer("n_routed_experts"),
+        "topk": fields.integer("num_experts_per_tok"),
+        "intermediate": fields.integer("moe_intermediate_size"),
+        "shared_experts": fields.choice("n_shared_experts", (0, 1)),
+        "scoring": fields.choice("scoring_func", ("sqrtsoftplus", "sigmoid", "softmax")),
+        "norm_topk": fields.choice("norm_topk_prob", (True, False), default=True),
+        "scale": fields.number("routed_scaling_factor"),
+    }
+    if clamp:  # 0 and null mean no limit
+        base["clamp"] = fields.number("swiglu_limit")
+    if used == {"hash", "routed"}:
+        return {"hash": {"kind": "hash_moe", **base}, "routed": {"like": "hash", "kind": "moe"}}
+    kinds = {"hash": "hash_moe", "routed": "moe"}
+    return {name: {"kind": kinds[name], **base} for name in kinds if name in used}
+
+
+def _whole(value: float) -> float:
+    """10000.0 as 10000, for a reader."""
+    return int(value) if value == int(value) else value
+
+
+def _sources(
+    layers: str, formats: str, stored: StoredCheckpoint, quantised: bool
+) -> dict[str, str]:
+    rows = "those of public engines for FP8 weights" if quantised else "the compute dtype"
+    return {
+        "norm_eps": "rms_norm_eps",
+        "residual": "hc_mult, hc_sinkhorn_iters, hc_eps",
+        "rope": "rope fields and qk_rope_head_dim; V4 has no YaRN attention factor",
+        "cache_groups": (
+            f"head_dim, index_head_dim, sliding_window and {layers.split(',')[0]}; page sizes are "
+            f"v4graph's own, row formats {rows}"
+        ),
+        "attention": "num_attention_heads, head_dim, q_lora_rank, o_groups, o_lora_rank, index_*",
+        "ffn": "n_routed_experts, num_experts_per_tok, moe_intermediate_size, swiglu_limit, ...",
+        "layers": layers,
+        "speculative": "tensor names" if stored.tensors else "num_nextn_predict_layers",
+        "weights": formats,
+    }
