@@ -191,7 +191,13 @@ def test_yaml_is_tidy_and_says_where_values_come_from() -> None:
         ("rope_scaling", {"type": "linear", "factor": 2}, '"default" or "yarn"'),
         ("rope_scaling", {**COMMON["rope_scaling"], "mscale": 1.0}, "expected no such key"),
         ("rope_scaling", {**COMMON["rope_scaling"], "attention_factor": 1.277}, "expected 1.0"),
+        ("rope_theta", float("inf"), "a positive number"),
         ("qk_rope_head_dim", 63, "an even number"),
+        ("partial_rotary_factor", "half", "a positive number"),
+        ("partial_rotary_factor", 0.5, "qk_rope_head_dim / head_dim = 64/512"),
+        ("mlp_layer_types", [["moe"]] * 43, "entries among hash_moe, moe"),
+        ("layer_types", {"0": "sliding_attention"}, "a list of 43 entries"),
+        ("num_nextn_predict_layers", "one", "an integer of at least 0"),
         ("expert_dtype", "int4", '"fp4" or "fp8"'),
         ("quantization_config", {"quant_method": "gptq"}, '"fp8"'),
         ("compress_ratio", [4], "did you mean 'compress_ratios'?"),
@@ -248,8 +254,8 @@ def test_ratio_one_means_window_only() -> None:
 def test_both_layer_lists_must_agree() -> None:
     config = {**TRANSFORMERS_FLASH, "compress_ratios": PRO["compress_ratios"]}
     assert "layer_types" in faults(config)
-    config = {**TRANSFORMERS_FLASH, "num_hash_layers": 2}
-    assert "num_hash_layers" in faults(config)
+    for wrong in (2, "3"):
+        assert "num_hash_layers" in faults({**TRANSFORMERS_FLASH, "num_hash_layers": wrong})
     assert import_config({**TRANSFORMERS_FLASH, "num_hash_layers": 3}, "x")
 
 

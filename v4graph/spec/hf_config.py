@@ -120,13 +120,13 @@ def _token_ids(fields: Fields) -> dict[str, Any]:
 
 def _rope_dim(fields: Fields, head_dim: int) -> int:
     """`qk_rope_head_dim`, or transformers' `partial_rotary_factor` of the head."""
-    factor = fields.any("partial_rotary_factor")
-    if fields.has("qk_rope_head_dim") or factor is None:
+    factor = fields.number("partial_rotary_factor", default=0)
+    if fields.has("qk_rope_head_dim") or not factor:
         dim = fields.integer("qk_rope_head_dim", least=2)
-        if factor is not None and int(head_dim * factor) != dim:
+        if factor and int(head_dim * factor) != dim:
             fields.fail("partial_rotary_factor", f"qk_rope_head_dim / head_dim = {dim}/{head_dim}")
     else:
-        dim = int(head_dim * fields.number("partial_rotary_factor"))
+        dim = int(head_dim * factor)
     if dim % 2 or not 0 < dim <= head_dim:
         fields.fail("qk_rope_head_dim", f"an even number of at most head_dim {head_dim}")
     return dim
@@ -148,9 +148,9 @@ def _rope(fields: Fields, dim: int, notes: list[str]) -> dict[str, Any]:
             theta = block.number("rope_theta")
             if fields.any(top[key], theta) != theta:
                 notes.append(f"{top[key]} is overruled by rope_parameters.{key}.rope_theta {theta}")
-            factor = block.any("partial_rotary_factor")
-            head_dim = fields.any("head_dim")
-            if factor is not None and isinstance(head_dim, int) and int(head_dim * factor) != dim:
+            factor = block.number("partial_rotary_factor", default=0)
+            head_dim = fields.integer("head_dim")
+            if factor and int(head_dim * factor) != dim:
                 block.fail("partial_rotary_factor", f"{dim} rotated channels of {head_dim}")
             out[key] = {"theta": _whole(theta), "dim": dim, **_yarn(block)}
             block.finish()

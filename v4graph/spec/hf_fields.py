@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from math import inf
 from typing import Any
 
 from v4graph.errors import SpecError
@@ -78,7 +79,7 @@ class Fields:
         value = self.any(key)
         if value is None and default is not _MISSING:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
             self.fail(key, "a positive number")
             return 1.0
         return value

@@ -62,8 +62,8 @@ def layer_plan(fields: Fields, notes: list[str]) -> LayerList:
     if fields.has("mlp_layer_types"):
         ffn = _names(fields, "mlp_layer_types", _FFN, layers)
         source += ", mlp_layer_types"
-        hashed = fields.any("num_hash_layers")
-        if hashed is not None and ffn != _first_hash(hashed, layers):
+        hashed = fields.integer("num_hash_layers", least=0, default=-1)
+        if hashed >= 0 and ffn != _first_hash(hashed, layers):
             fields.fail("num_hash_layers", "what mlp_layer_types lists, for both are given")
     else:
         ffn = _first_hash(fields.integer("num_hash_layers", least=0), layers)
@@ -150,10 +150,12 @@ def _names(fields: Fields, key: str, names: dict[str, str], layers: int) -> tupl
     if not isinstance(values, list) or len(values) != layers:
         fields.fail(key, f"a list of {layers} entries (num_hidden_layers)")
         return (next(iter(names.values())),) * layers
-    unknown = sorted({str(v) for v in values if v not in names})
+    values = [str(value) for value in values]
+    unknown = sorted({value for value in values if value not in names})
     if unknown:
         fields.fail(key, f"entries among {', '.join(names)}; found {', '.join(unknown)}")
-    return tuple(names.get(v, "swa") for v in values)
+    fallback = next(iter(names.values()))
+    return tuple(names.get(value, fallback) for value in values)
 
 
 def _first_hash(count: int, layers: int) -> tuple[str, ...]:
