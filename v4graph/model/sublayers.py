@@ -8,8 +8,6 @@ Shape suffixes: T tokens in the step, N residual streams, D hidden, H heads, E h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,41 +35,40 @@ from v4graph.spec.model import (
 Tensors = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class ResidualConfig:
-    """The residual connection around a sublayer; `iters` 0 stands for the plain one."""
+class ResidualSite:
+    """How a sublayer hangs on the residual streams; one region serves every sublayer of a model."""
 
-    iters: int
-    eps: float
-    norm_eps: float
+    def __init__(self, spec: ModelSpec) -> None:
+        self.config = spec.residual
+        self.norm_eps = spec.norm_eps
 
-    @classmethod
-    def of(cls, spec: ModelSpec) -> ResidualConfig:
-        r = spec.residual
+    def enter(self, x_TND: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The normalised sublayer input `[T, D]`, and the mixing weights that `leave` takes.
+
+        `weights` are the norm's, then (hyper-connections only) `fn`, `base` and `scale`.
+        """
+        r = self.config
         if isinstance(r, HyperConnections):
-            return cls(r.sinkhorn_iters, r.eps, spec.norm_eps)
-        return cls(0, 0.0, spec.norm_eps)
-
-    def enter(self, x_TND: Tensor, w: Tensors, hc: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Sublayer input `[T, D]` and the mixing weights that `leave` takes."""
-        if self.iters == 0:
-            empty = x_TND.new_empty(0)
-            return x_TND[:, 0], empty, empty
-        return hyper_pre(
-            x_TND,
-            w[f"{hc}_fn"],
-            w[f"{hc}_base"],
-            w[f"{hc}_scale"],
-            iters=self.iters,
-            eps=self.eps,
-            norm_eps=self.norm_eps,
-        )
+            norm, fn, base, scale = weights
+            u, post, comb = hyper_pre(
+                x_TND, fn, base, scale, iters=r.sinkhorn_iters, eps=r.eps, norm_eps=self.norm_eps
+            )
+            return rms_norm(u, norm, self.norm_eps), post, comb
+        unused = x_TND.new_empty(0)
+        return rms_norm(x_TND[:, 0], weights[0], self.norm_eps), unused, unused
 
     def leave(self, x_TND: Tensor, y_TD: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         """Put the sublayer's output back on the streams."""
-        if self.iters == 0:
-            return x_TND + y_TD[:, None]
-        return hyper_post(x_TND, y_TD, post, comb)
+        if isinstance(self.config, HyperConnections):
+            return hyper_post(x_TND, y_TD, post, comb)
+        return x_TND + y_TD[:, None]
+
+    def weights(self, w: Tensors, sublayer: str) -> list[Tensor]:
+        """What `enter` takes for `sublayer` (`attn` or `ffn`) of a layer's tensors."""
+        names = [f"{sublayer}_norm.weight"]
+        if isinstance(self.config, HyperConnections):
+            names += [f"hc_{sublayer}_{part}" for part in ("fn", "base", "scale")]
+        return [w[name] for name in names]
 
 
 class AttentionSublayer:
@@ -79,7 +76,7 @@ class AttentionSublayer:
 
     def __init__(self, spec: ModelSpec, name: str) -> None:
         self.config: Attention = spec.attention[name]
-        self.residual = ResidualConfig.of(spec)
+        self.residual = ResidualSite(spec)
         self.eps = spec.norm_eps
         self.caches: dict[str, str] = dict(self.config.caches)
         self.compressed: dict[str, CompressedGroup] = {
@@ -88,18 +85,25 @@ class AttentionSublayer:
             if isinstance(group := spec.cache_groups[group_name], CompressedGroup)
         }
 
-    def __call__(self, x_TND: Tensor, w: Tensors, pools: Tensors, m: Tensors) -> Tensor:
+    def __call__(
+        self,
+        x_TND: Tensor,
+        h: Tensor,
+        post: Tensor,
+        comb: Tensor,
+        w: Tensors,
+        pools: Tensors,
+        m: Tensors,
+    ) -> Tensor:
         """Run the sublayer.
 
         Args:
-            x_TND: residual streams.
+            x_TND: residual streams; h, post, comb: what `ResidualSite.enter` made of them.
             w: the layer's tensors by name below `layers.N.` (`attn.wq_a.weight`, ...).
             pools: `[rows, dim]` by cache role (`window`, `compressed`, ...), written in place.
             m: the program's static buffers, and `freqs.<rope>`.
         """
         a, eps = self.config, self.eps
-        u, post, comb = self.residual.enter(x_TND, w, "hc_attn")
-        h = rms_norm(u, w["attn_norm.weight"], eps)
         cos, sin = m[f"rope.{a.rope}.cos"], m[f"rope.{a.rope}.sin"]
         q_low = rms_norm(F.linear(h, w["attn.wq_a.weight"]), w["attn.q_norm.weight"], eps)
         q = F.linear(q_low, w["attn.wq_b.weight"]).unflatten(-1, (a.heads, a.head_dim))
@@ -186,14 +190,13 @@ class FfnSublayer:
 
     def __init__(self, spec: ModelSpec, name: str) -> None:
         self.config: Ffn = spec.ffn[name]
-        self.residual = ResidualConfig.of(spec)
-        self.eps = spec.norm_eps
+        self.residual = ResidualSite(spec)
 
-    def __call__(self, x_TND: Tensor, w: Tensors, m: Tensors) -> Tensor:
+    def __call__(
+        self, x_TND: Tensor, h: Tensor, post: Tensor, comb: Tensor, w: Tensors, m: Tensors
+    ) -> Tensor:
         """Run the sublayer; arguments as in `AttentionSublayer`."""
         f = self.config
-        u, post, comb = self.residual.enter(x_TND, w, "hc_ffn")
-        h = rms_norm(u, w["ffn_norm.weight"], self.eps)
         if isinstance(f, DenseFfn):
             y = _swiglu(h, w, "ffn", f.clamp)
             return self.residual.leave(x_TND, y, post, comb)
@@ -223,27 +226,27 @@ class Head:
     """Embedding at one end, stream collapse, final norm and vocabulary projection at the other."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self.residual = ResidualConfig.of(spec)
-        r = spec.residual
-        self.streams = r.streams if isinstance(r, HyperConnections) else 1
+        self.config = spec.residual
+        self.norm_eps = spec.norm_eps
 
     def embed(self, ids: Tensor, embedding: Tensor) -> Tensor:
         """Token embeddings on every stream, `[T, N, D]`."""
-        return embedding[ids][:, None].expand(-1, self.streams, -1).contiguous()
+        streams = self.config.streams if isinstance(self.config, HyperConnections) else 1
+        return embedding[ids][:, None].expand(-1, streams, -1).contiguous()
 
     def logits(self, x_TND: Tensor, rows: Tensor, w: Tensors) -> Tensor:
         """Float32 logits `[R, V]` of the tokens at `rows [R]`."""
         x = x_TND[rows]
-        if self.residual.iters == 0:
-            x = x[:, 0]
-        else:
+        if isinstance(self.config, HyperConnections):
             x = hyper_head(
                 x,
                 w["hc_head_fn"],
                 w["hc_head_base"],
                 w["hc_head_scale"],
-                eps=self.residual.eps,
-                norm_eps=self.residual.norm_eps,
+                eps=self.config.eps,
+                norm_eps=self.norm_eps,
             )
-        x = rms_norm(x, w["norm.weight"], self.residual.norm_eps)
+        else:
+            x = x[:, 0]
+        x = rms_norm(x, w["norm.weight"], self.norm_eps)
         return F.linear(x.float(), w["head.weight"].float())

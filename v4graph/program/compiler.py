@@ -17,6 +17,11 @@ import torch
 from v4graph.errors import ProgramError
 
 
+# A step's small loops cost less than waking a second thread for them (measured on 2 cores: 20
+# Sinkhorn iterations over 128 tokens take 16.7 ms with the default of 512 and 0.34 ms with this).
+_INDUCTOR = {"cpp.min_chunk_size": 16384}
+
+
 @dataclass
 class RegionStats:
     """How often a region was compiled (1 after warm-up), its graph's size and compile seconds."""
@@ -46,7 +51,7 @@ class Compiler:
             from torch._inductor.compile_fx import compile_fx
 
             begin = time.perf_counter()
-            compiled = compile_fx(gm, inputs)
+            compiled = compile_fx(gm, inputs, config_patches=_INDUCTOR)
             stats.compilations += 1
             stats.num_ops = sum(n.op.startswith("call") for n in gm.graph.nodes)
             stats.seconds += time.perf_counter() - begin

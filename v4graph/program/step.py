@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from v4graph.errors import ProgramError
-from v4graph.model.sublayers import AttentionSublayer, FfnSublayer, Head
+from v4graph.model.sublayers import AttentionSublayer, FfnSublayer, Head, ResidualSite
 from v4graph.ops.sampling import greedy, sample, uniform
 from v4graph.plan.buffers import buffers
 from v4graph.plan.types import Bucket, Mode, Plan
@@ -81,6 +81,8 @@ class StepProgram:
         self._prepare = region(
             "prepare", lambda table, freqs, buf: prepare(plan, bucket, table, freqs, buf)
         )
+        self._site = ResidualSite(spec)
+        self._enter = region("enter", self._site.enter)
         self._embed = region("embed", head.embed)
         self._head = region("head", head.logits)
         self._greedy = region("greedy", greedy)
@@ -127,8 +129,10 @@ class StepProgram:
             x = self._embed(buf["input_ids"], self.state.top["embed.weight"])
             for layer in self.state.plan.layers:
                 w, pools = self.state.layers[layer.index], self.state.pools[layer.index]
-                x = self._attention[layer.attention](x, w, pools, self._meta)
-                x = self._ffn[layer.ffn](x, w, self._meta)
+                mix = self._enter(x, self._site.weights(w, "attn"))
+                x = self._attention[layer.attention](x, *mix, w, pools, self._meta)
+                mix = self._enter(x, self._site.weights(w, "ffn"))
+                x = self._ffn[layer.ffn](x, *mix, w, self._meta)
             logits = self._head(x, buf["logits_rows"], self.state.top)
             if self.checked:
                 self._check_logits(logits, len(slots), step)
