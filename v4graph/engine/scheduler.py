@@ -1,0 +1,147 @@
+"""Which requests take part in the next step, and how many tokens each computes.
+
+First come, first served. A step is either a prefill step (chunks of prompts up to the token budget)
+or a decode step (one token of every running request whose prompt is done); while both have work
+they alternate, so that neither long prompts nor running requests starve the other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from v4graph.engine.pages import PageManager
+from v4graph.engine.request import Request
+from v4graph.plan.types import Mode, Plan
+
+
+@dataclass(frozen=True)
+class ScheduledBatch:
+    """One step: its mode, its requests and their token counts."""
+
+    mode: Mode
+    requests: list[Request]
+    num_scheduled_tokens: list[int]
+
+
+class Scheduler:
+    """Owns the waiting queue, the running list and the request-table slots."""
+
+    def __init__(self, plan: Plan, pages: PageManager) -> None:
+        self.plan, self.pages = plan, pages
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self._slots = list(range(plan.limits.max_num_seqs, 0, -1))
+        self._last = Mode.DECODE
+        largest = plan.mode(Mode.PREFILL).buckets[-1]
+        self._prefill_tokens, self._prefill_reqs = largest.num_tokens, largest.num_reqs
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.waiting.append(request)
+
+    def schedule(self) -> ScheduledBatch | None:
+        """The next step, with pages allocated; None when there is nothing to do."""
+        if self._last is Mode.DECODE:
+            batch = self._prefill_batch() or self._decode_batch()
+        else:
+            batch = self._decode_batch() or self._prefill_batch()
+        if batch is not None:
+            self._last = batch.mode
+        return batch
+
+    def finish(self, request: Request) -> None:
+        """Drop a running or waiting request and free what it holds."""
+        if request in self.running:
+            self.running.remove(request)
+            self._release(request)
+        else:
+            self.waiting.remove(request)
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's pages back; it is recomputed from its tokens later."""
+        self.running.remove(request)
+        self._release(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        self.pages.free_all(request)
+        self.pages.table.release(request.slot)
+        self._slots.append(request.slot)
+        request.slot = 0
+
+    def _decode_batch(self) -> ScheduledBatch | None:
+        batch: list[Request] = []
+        for request in sorted(self.running, key=lambda r: r.arrival):
+            if request.is_prefilling or request not in self.running:
+                continue
+            if self._make_room(request, 1):
+                batch.append(request)
+        # A later request may have been preempted for an earlier one after it was chosen.
+        batch = [r for r in batch if r in self.running]
+        return ScheduledBatch(Mode.DECODE, batch, [1] * len(batch)) if batch else None
+
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
+        """Allocate for `num_tokens`, preempting the latest arrivals; False if it went itself."""
+        while True:
+            missing = self.pages.missing(request, num_tokens)
+            if self.pages.can_allocate(missing):
+                self.pages.allocate(request, missing)
+                return True
+            victim = max(self.running, key=lambda r: r.arrival)
+            self.preempt(victim)
+            if victim is request:
+                return False
+
+    def _prefill_batch(self) -> ScheduledBatch | None:
+        budget = self._prefill_tokens
+        batch: list[Request] = []
+        counts: list[int] = []
+        for request in sorted(self.running, key=lambda r: r.arrival):
+            if len(batch) == self._prefill_reqs or budget == 0:
+                break
+            if request.is_prefilling and request in self.running:
+                count = min(budget, request.num_tokens - request.num_computed_tokens)
+                if self._make_room(request, count):
+                    batch.append(request)
+                    counts.append(count)
+                    budget -= count
+        while self.waiting and self._slots and budget and len(batch) < self._prefill_reqs:
+            request = self.waiting[0]
+            count = min(budget, request.num_tokens)
+            if not self._admit(request, count):
+                break
+            batch.append(request)
+            counts.append(count)
+            budget -= count
+        kept = [(r, n) for r, n in zip(batch, counts, strict=True) if r in self.running]
+        if not kept:
+            return None
+        return ScheduledBatch(Mode.PREFILL, [r for r, _ in kept], [n for _, n in kept])
+
+    def _admit(self, request: Request, num_tokens: int) -> bool:
+        """Start a waiting request if its first chunk fits beside the running ones.
+
+        Admission never preempts: a running request is worth more than a waiting one.
+        """
+        missing = self.pages.missing(request, num_tokens)
+        if not self.pages.can_allocate(missing):
+            return False
+        self.waiting.popleft()
+        request.slot = self._slots.pop()
+        p = request.params
+        self.pages.table.admit(
+            request.slot,
+            request.token_ids,
+            temperature=p.temperature,
+            top_p=p.top_p,
+            top_k=p.top_k,
+            seed=request.seed,
+        )
+        self.running.append(request)
+        self.pages.allocate(request, missing)
+        return True

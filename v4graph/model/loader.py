@@ -1,0 +1,159 @@
+"""Read a checkpoint directory: every tensor of the plan's inventory, no more and no less."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from v4graph.errors import WeightsError
+from v4graph.model.params import logical_entries, stack_experts
+from v4graph.model.quant import decode_fp4, decode_fp8
+from v4graph.plan.weights import TensorEntry, draft_inventory
+from v4graph.spec.model import ModelSpec
+
+Progress = Callable[[str, int, int], None]
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+_PREFIX = "model."
+
+
+class Checkpoint:
+    """Open safetensors files of a directory, with or without an index; tensors are read lazily.
+
+    Names may carry the prefix `model.` that transformers' `save_pretrained` writes.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        if not directory.is_dir():
+            raise WeightsError(f"{directory}: not a directory; expected a checkpoint directory")
+        index = directory / "model.safetensors.index.json"
+        files = self._indexed(index) if index.is_file() else sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise WeightsError(f"{directory}: no *.safetensors file and no {index.name}")
+        self._handles = {}
+        self._where: dict[str, tuple[Path, str]] = {}
+        for file in files:
+            try:
+                handle = safe_open(file, framework="pt")
+            except (OSError, SafetensorError) as e:
+                raise WeightsError(f"{file}: cannot be read as safetensors: {e}") from e
+            self._handles[file] = handle
+            for stored in handle.keys():
+                if self._elsewhere(stored, file):
+                    continue
+                name = stored.removeprefix(_PREFIX)
+                if name in self._where:
+                    raise WeightsError(
+                        f"{directory}: tensor {name} is in {self._where[name][0].name} and in "
+                        f"{file.name}, and no index says which one counts"
+                    )
+                self._where[name] = (file, stored)
+        missing = [n for n in self._index if n.removeprefix(_PREFIX) not in self._where]
+        if missing:
+            n = missing[0]
+            raise WeightsError(
+                f"{index}: says that {self._index[n]} holds {n}, but it does not "
+                f"({len(missing)} such tensor(s))"
+            )
+
+    _index: dict[str, str] = {}
+
+    def _indexed(self, index: Path) -> list[Path]:
+        try:
+            self._index = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError) as e:
+            raise WeightsError(f"{index}: expected JSON with a weight_map: {e}") from e
+        files = sorted({self.directory / f for f in self._index.values()})
+        for f in files:
+            if not f.is_file():
+                raise WeightsError(f"{index}: names {f.name}, which is not in {self.directory}")
+        return files
+
+    def _elsewhere(self, stored: str, file: Path) -> bool:
+        """Whether the index assigns this tensor to another file: the index is authoritative."""
+        return bool(self._index) and self._index.get(stored) != file.name
+
+    def names(self) -> set[str]:
+        """Tensor names without the prefix."""
+        return set(self._where)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor as stored."""
+        file, stored = self._where[name]
+        return self._handles[file].get_tensor(stored)
+
+
+def load_params(
+    spec: ModelSpec, directory: Path, dtype: torch.dtype, progress: Progress | None = None
+) -> dict[str, Tensor]:
+    """Load, decode and stack a checkpoint.
+
+    Matrices, norms and embeddings become `dtype`; tensors that the inventory lists as F32 stay
+    float32, routing tables int64. A checkpoint without any draft-layer tensor loads as the main
+    model alone.
+
+    Raises:
+        WeightsError: missing, unknown, misshapen or undecodable tensors, each by name.
+    """
+    checkpoint = Checkpoint(directory)
+    names = checkpoint.names()
+    draft = {e.name for e in draft_inventory(spec)}
+    has_draft = any(n.startswith("mtp.") for n in names)
+    entries = [e for e in logical_entries(spec) if has_draft or e.name not in draft]
+    wanted = {e.name for e in entries}
+    scales = {n.removesuffix("weight") + "scale" for n in wanted if n.endswith(".weight")}
+    _check_names(directory, wanted, names, scales)
+    tensors = {}
+    for i, entry in enumerate(entries):
+        tensors[entry.name] = _decode(checkpoint, entry, dtype)
+        if progress is not None:
+            progress("load", i + 1, len(entries))
+    return stack_experts(tensors)
+
+
+def _check_names(directory: Path, wanted: set[str], found: set[str], scales: set[str]) -> None:
+    problems = []
+    unread = found - wanted - scales
+    for name in sorted(wanted - found):
+        close = difflib.get_close_matches(name, unread, 1)
+        problems.append(f"missing {name}" + (f" (found {close[0]})" if close else ""))
+    problems += [f"unknown {name}: nothing in the spec reads it" for name in sorted(unread)]
+    if problems:
+        shown = "\n  ".join(problems[:20])
+        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise WeightsError(f"{directory}: {len(problems)} tensor(s) differ:\n  {shown}{more}")
+
+
+def _decode(checkpoint: Checkpoint, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
+    """Decode by the stored dtype: quantised if a scale is there, never by a config string."""
+    where = f"{checkpoint.directory}: tensor {entry.name}"
+    stored = checkpoint.read(entry.name)
+    scale_name = entry.name.removesuffix("weight") + "scale"
+    scale = checkpoint.read(scale_name) if scale_name in checkpoint.names() else None
+    if entry.dtype == "I64":
+        if stored.dtype is not torch.int64:
+            raise WeightsError(f"{where}: dtype {stored.dtype}, expected int64")
+        value = stored
+    elif stored.dtype is torch.float8_e4m3fn and scale is not None:
+        value = decode_fp8(stored, scale)
+    elif stored.dtype in (torch.int8, torch.uint8) and scale is not None:
+        value = decode_fp4(stored, scale)
+    elif stored.dtype in _FLOATS and scale is None:
+        value = stored
+    else:
+        state = "with" if scale is not None else "without"
+        raise WeightsError(
+            f"{where}: dtype {stored.dtype} {state} a scale cannot be decoded; expected a float "
+            "tensor without, or an e4m3 or packed e2m1 tensor with one"
+        )
+    if tuple(value.shape) != entry.shape:
+        raise WeightsError(f"{where}: shape {tuple(value.shape)}, expected {entry.shape}")
+    if entry.dtype == "I64":
+        return value
+    return value.to(torch.float32 if entry.dtype == "F32" else dtype)
