@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -56,4 +57,7 @@ def server(shared_server: Server) -> Iterator[Server]:
     shared_server.engine.reset()
     yield shared_server
     shared_server.engine.hold.clear()
-    assert not shared_server.engine.running
+    end = time.monotonic() + 2  # aborts are carried out by the engine thread
+    while shared_server.engine.running:
+        assert time.monotonic() < end, "a request was left behind"
+        time.sleep(0.005)

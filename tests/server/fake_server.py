@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import openai
 import uvicorn
-from v4graph.engine.request import FinishReason, SamplingParams, StepOutput
 
 from v4graph.engine.async_engine import AsyncEngine
+from v4graph.engine.request import FinishReason, SamplingParams, StepOutput
 from v4graph.errors import RequestError
 from v4graph.server.app import create_app
 from v4graph.text.chat import EOS
@@ -63,7 +63,8 @@ class FakeEngine:
         return {
             "num_running": len(self.running),
             "num_waiting": 0,
-            "pages_used": {"window": 3, "csa_kv": 5},
+            "pages_used.window": 3,
+            "pages_total.window": 12,
         }
 
     def add_request(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:

@@ -212,6 +212,7 @@ def test_metrics(own_server: Server) -> None:
         f"v4graph:e2e_request_latency_seconds_count{label} 2.0",
         f"v4graph:num_requests_running{label} 0.0",
         f'v4graph:engine_pages_used{{group="window",model_name="{MODEL}"}} 3.0',
+        f'v4graph:kv_cache_usage_perc{{group="window",model_name="{MODEL}"}} 0.25',
         f"v4graph:engine_healthy{label} 1.0",
     ]:
         assert row in text

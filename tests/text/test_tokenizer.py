@@ -31,6 +31,7 @@ def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
 
 def test_bos_is_added_once(tokenizer: Tokenizer) -> None:
     bos = tokenizer.token_id(BOS)
+    assert bos is not None
     assert tokenizer.encode("hello", add_bos=True)[0] == bos
     assert tokenizer.encode(BOS + "hello", add_bos=True).count(bos) == 1
     assert tokenizer.encode("hello").count(bos) == 0

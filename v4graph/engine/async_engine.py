@@ -12,10 +12,9 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from v4graph.engine.request import FinishReason, SamplingParams, StepOutput
-
 from v4graph.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ class StepEngine(Protocol):
     @property
     def max_model_len(self) -> int: ...
     @property
-    def metrics(self) -> Mapping[str, Any]: ...
+    def metrics(self) -> Mapping[str, float]: ...
     def add_request(
         self, request_id: str, prompt_ids: list[int], params: SamplingParams
     ) -> None: ...
@@ -103,7 +102,7 @@ class AsyncEngine:
 
     def __init__(self, engine: StepEngine) -> None:
         self.max_model_len = engine.max_model_len
-        self.metrics: dict[str, Any] = dict(engine.metrics)
+        self.metrics: dict[str, float] = dict(engine.metrics)
         """The engine's counters after its latest step."""
         self._engine = engine
         self._commands: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()

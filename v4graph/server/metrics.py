@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -14,6 +13,8 @@ from v4graph.engine.async_engine import AsyncEngine
 
 PREFIX = "v4graph:"
 LABEL = "model_name"
+# vLLM's names of these two say what runs and waits.
+RENAMED = {"num_running": "num_requests_running", "num_waiting": "num_requests_waiting"}
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
 
@@ -103,35 +104,34 @@ class RequestTimer:
 
 
 class _EngineCollector(Collector):
-    """Every number of the engine as a gauge; a mapping of numbers becomes one with a label."""
+    """Every number of the engine as a gauge; what follows a dot in its name is the cache group."""
 
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
         self._engine = engine
         self._model = model_name
 
     def collect(self) -> Iterator[Metric]:
-        healthy = GaugeMetricFamily(
-            PREFIX + "engine_healthy", "1 while the engine thread runs.", labels=[LABEL]
-        )
+        values = self._engine.metrics
+        healthy = self._gauge("engine_healthy", "1 while the engine thread runs.")
         healthy.add_metric([self._model], float(self._engine.error is None))
         yield healthy
-        for key, value in self._engine.metrics.items():
-            # vLLM's gauges of these two have "requests" in their names.
-            name = {"num_running": "num_requests_running", "num_waiting": "num_requests_waiting"}
-            name = PREFIX + name.get(key, f"engine_{key}")
-            if isinstance(value, Mapping):
-                gauge = GaugeMetricFamily(name, f"Engine: {key}.", labels=[LABEL, "group"])
-                for group, number in _numbers(value):
-                    gauge.add_metric([self._model, group], number)
-            elif isinstance(value, int | float):
-                gauge = GaugeMetricFamily(name, f"Engine: {key}.", labels=[LABEL])
-                gauge.add_metric([self._model], float(value))
-            else:
-                continue
-            yield gauge
+        gauges: dict[str, GaugeMetricFamily] = {}
+        for key, value in values.items():
+            key, _, group = key.partition(".")
+            if key not in gauges:
+                name = RENAMED.get(key, f"engine_{key}")
+                gauges[key] = self._gauge(name, f"Engine: {key}.", grouped=bool(group))
+            labels = [self._model, group] if group else [self._model]
+            gauges[key].add_metric(labels, float(value))
+        yield from gauges.values()
+        usage = self._gauge("kv_cache_usage_perc", "Used part of the pages, 1 is all.", True)
+        for key, total in values.items():
+            if key.startswith("pages_total."):
+                group = key.removeprefix("pages_total.")
+                used = values.get(f"pages_used.{group}", 0)
+                usage.add_metric([self._model, group], used / total if total else 0.0)
+        yield usage
 
-
-def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for key, value in values.items():
-        if isinstance(value, int | float):
-            yield str(key), float(value)
+    def _gauge(self, name: str, text: str, grouped: bool = False) -> GaugeMetricFamily:
+        labels = [LABEL, "group"] if grouped else [LABEL]
+        return GaugeMetricFamily(PREFIX + name, text, labels=labels)

@@ -1,0 +1,163 @@
+"""Options that `generate` and `serve` share, and the engine that they describe.
+
+Nothing heavy is imported before a command runs, so that `v4graph --help` is quick.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from v4graph.engine.engine import LLMEngine
+
+    from v4graph.text.tokenizer import Tokenizer
+
+Dtype = Literal["float32", "bfloat16"]
+Kernels = Literal["reference", "triton"]
+Progress = Callable[[str, int, int], None]
+
+SpecArgument = Annotated[
+    str, typer.Argument(metavar="SPEC", help="Name of a shipped spec, or path of a YAML file.")
+]
+WeightsOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Checkpoint directory; the one beside the spec file, of its name, if left out.",
+    ),
+]
+MaxModelLenOption = Annotated[
+    int | None, typer.Option(min=1, help="Longest prompt and output together, in tokens.")
+]
+MaxNumSeqsOption = Annotated[int, typer.Option(min=1, help="Requests that run at once.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Compute dtype.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+CompileOption = Annotated[
+    bool, typer.Option("--compile/--no-compile", help="Compile the step programs.")
+]
+CheckedOption = Annotated[
+    bool, typer.Option("--checked", help="Poison buffers and check the stamps of every step.")
+]
+KernelsOption = Annotated[Kernels, typer.Option(help="Implementation of the operators.")]
+
+
+@dataclass
+class StageTimes:
+    """Seconds that each stage of starting an engine took."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _latest: float = field(default_factory=time.perf_counter)
+
+    def note(self, stage: str) -> None:
+        """Charge the time since the last note to a stage."""
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._latest
+        self._latest = now
+
+
+def engine_config(
+    max_model_len: int | None,
+    max_num_seqs: int,
+    dtype: Dtype,
+    device: str,
+    compiled: bool,
+    checked: bool,
+    kernels: Kernels,
+) -> dict[str, Any]:
+    """The options as fields of `EngineConfig`."""
+    return {
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "dtype": dtype,
+        "device": device,
+        "compile": compiled,
+        "checked": checked,
+        "kernels": kernels,
+    }
+
+
+def build_engine(
+    spec_name: str, weights: Path | None, config: dict[str, Any], quiet: bool = False
+) -> tuple[LLMEngine, StageTimes]:
+    """Load a spec and start its engine, with a progress bar on a terminal's stderr.
+
+    Args:
+        spec_name: name of a shipped spec, or a path.
+        weights: checkpoint directory, or None for the one beside the spec file.
+        config: fields of `EngineConfig`.
+        quiet: show no progress.
+    """
+    from v4graph.spec.load import load_spec
+
+    spec = load_spec(spec_name)
+    directory = weights_directory(spec_name, weights)
+    # After the checks above: importing the engine imports torch.
+    from v4graph.engine.engine import EngineConfig, LLMEngine
+
+    times = StageTimes()
+    with _progress_bar(quiet) as show:
+
+        def progress(stage: str, done: int, total: int) -> None:
+            times.note(stage)
+            show(stage, done, total)
+
+        engine = LLMEngine.from_spec(spec, directory, EngineConfig(**config), progress)
+    return engine, times
+
+
+def load_tokenizer(spec_name: str, weights: Path | None, bos_token_id: int | None) -> Tokenizer:
+    """The tokenizer of the checkpoint that `build_engine` loads."""
+    from v4graph.text.tokenizer import Tokenizer
+
+    return Tokenizer.from_directory(weights_directory(spec_name, weights), bos_token_id)
+
+
+def weights_directory(spec_name: str, weights: Path | None) -> Path:
+    """The checkpoint directory: as given, or the one beside the spec file.
+
+    Raises:
+        WeightsError: it does not exist.
+    """
+    from v4graph.spec.load import find_spec
+
+    from v4graph.errors import WeightsError
+
+    directory = weights or find_spec(spec_name).with_suffix("")
+    if not directory.is_dir():
+        raise WeightsError(
+            f"{directory}: no such checkpoint directory; pass the directory that holds the "
+            "safetensors and tokenizer.json with --weights"
+        )
+    return directory
+
+
+@contextmanager
+def _progress_bar(quiet: bool) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description:<10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    hidden = quiet or not console.is_terminal
+    with Bar(*columns, console=console, transient=True, disable=hidden) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield show

@@ -1,0 +1,57 @@
+"""`v4graph serve`: an OpenAI-compatible HTTP endpoint of one model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from v4graph.cli.options import (
+    CheckedOption,
+    CompileOption,
+    DeviceOption,
+    DtypeOption,
+    KernelsOption,
+    MaxModelLenOption,
+    MaxNumSeqsOption,
+    SpecArgument,
+    WeightsOption,
+    build_engine,
+    engine_config,
+    load_tokenizer,
+)
+
+LogLevel = Literal["critical", "error", "warning", "info", "debug"]
+
+
+def serve(
+    spec: SpecArgument,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The model's name in the API; the spec's if left out.")
+    ] = None,
+    log_level: Annotated[LogLevel, typer.Option(help="Of the HTTP server.")] = "info",
+    grace: Annotated[int, typer.Option(min=0, help="Seconds for open requests when stopped.")] = 30,
+    weights: WeightsOption = None,
+    max_model_len: MaxModelLenOption = None,
+    max_num_seqs: MaxNumSeqsOption = 8,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "auto",
+    compiled: CompileOption = True,
+    checked: CheckedOption = False,
+    kernels: KernelsOption = "reference",
+) -> None:
+    """Serve a model until interrupted; says when it is ready."""
+    from v4graph.engine.async_engine import AsyncEngine
+    from v4graph.server.app import create_app
+    from v4graph.server.run import run_server
+
+    config = engine_config(max_model_len, max_num_seqs, dtype, device, compiled, checked, kernels)
+    engine, stages = build_engine(spec, weights, config)
+    for stage, seconds in stages.seconds.items():
+        typer.echo(f"{stage}: {seconds:.1f} s", err=True)
+    tokenizer = load_tokenizer(spec, weights, engine.spec.bos_token_id)
+    name = served_model_name or engine.spec.name
+    app = create_app(AsyncEngine(engine), tokenizer, name)
+    run_server(app, name, host, port, log_level, grace)
