@@ -90,7 +90,7 @@ def test_a_client_that_leaves_aborts_its_request(
     if stream:
         connection.recv(100)
     reset(connection) if hard else connection.close()
-    wait_for(lambda: not own_server.engine.running, seconds=2)
+    wait_for(lambda: not own_server.engine.running)
     assert own_server.engine.num_aborts == 1
     assert finished(own_server, "abort") == 1
 
@@ -158,7 +158,7 @@ def test_dead_engine(start_server: StartServer, engine: FakeEngine) -> None:
     engine.fail_after_steps = 0
     for thread in threads:
         thread.join(5)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 5
     assert [error.status_code for error in errors] == [503] * 3
     answer = server.http.get("/health")
     assert answer.status_code == 503

@@ -30,7 +30,6 @@ from v4graph.errors import RequestError
 if TYPE_CHECKING:
     from v4graph.engine.engine import LLMEngine
     from v4graph.engine.request import StepOutput
-
     from v4graph.text.output import OutputText
     from v4graph.text.tokenizer import Tokenizer
 

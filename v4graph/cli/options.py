@@ -16,7 +16,6 @@ import typer
 
 if TYPE_CHECKING:
     from v4graph.engine.engine import LLMEngine
-
     from v4graph.text.tokenizer import Tokenizer
 
 Dtype = Literal["float32", "bfloat16"]

@@ -8,9 +8,8 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from v4graph.engine.request import FinishReason, SamplingParams
-
 from v4graph.engine.async_engine import AsyncEngine, RequestStream
+from v4graph.engine.request import FinishReason, SamplingParams
 from v4graph.server.metrics import RequestTimer, ServerMetrics
 from v4graph.server.protocol import GenerationRequest
 from v4graph.server.responses import FinishName, Usage
