@@ -74,7 +74,9 @@ class LLMEngine:
 
     def __init__(self, spec: ModelSpec, plan: Plan, programs: ProgramSet, seed: int = 0) -> None:
         self.spec, self.plan, self.programs = spec, plan, programs
-        self.pages = PageManager(plan, programs.state.table)
+        state = programs.state
+        poison = state.poison_pages if programs.checked else None
+        self.pages = PageManager(plan, state.table, poison)
         self.scheduler = Scheduler(plan, self.pages)
         self.max_model_len = plan.max_model_len
         self._requests: dict[str, Request] = {}

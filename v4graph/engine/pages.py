@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from v4graph.engine.request import Request
 from v4graph.errors import V4GraphError
 from v4graph.plan.types import GroupPlan, Plan
@@ -57,8 +59,14 @@ class PagePool:
 class PageManager:
     """Gives requests the pages that a step needs and takes back what no later step can read."""
 
-    def __init__(self, plan: Plan, table: RequestTable) -> None:
-        self.plan, self.table = plan, table
+    def __init__(
+        self,
+        plan: Plan,
+        table: RequestTable,
+        poison: Callable[[str, list[int]], None] | None = None,
+    ) -> None:
+        """`poison` is called with (group, pages) whenever pages are handed out (checked mode)."""
+        self.plan, self.table, self._poison = plan, table, poison
         self.pools = {g.name: PagePool(g) for g in plan.groups}
 
     def missing(self, request: Request, num_tokens: int) -> dict[str, list[int]]:
@@ -83,6 +91,8 @@ class PageManager:
                 continue
             pool, width = self.pools[name], self.pools[name].group.table_width
             pages = [pool.take(request.request_id) for _ in blocks]
+            if self._poison is not None:
+                self._poison(name, pages)
             request.pages.setdefault(name, {}).update(zip(blocks, pages, strict=True))
             self.table.set_pages(name, request.slot, [b % width for b in blocks], pages)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,53 +17,80 @@ from v4graph.model.params import logical_entries, stack_experts
 from v4graph.model.quant import decode_fp4, decode_fp8
 from v4graph.plan.weights import TensorEntry, draft_inventory
 from v4graph.spec.model import ModelSpec
+from v4graph.spec.safetensors_header import INDEX_FILE, STACKED_EXPERTS, official_name
 
 Progress = Callable[[str, int, int], None]
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
-_PREFIX = "model."
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor is stored; `part` and `expert` pick a matrix out of stacked experts."""
+
+    file: Path
+    stored: str
+    part: str = ""
+    expert: int = 0
 
 
 class Checkpoint:
     """Open safetensors files of a directory, with or without an index; tensors are read lazily.
 
-    Names may carry the prefix `model.` that transformers' `save_pretrained` writes.
+    Names are the published ones, whichever of the known schemes the files use (see
+    `v4graph.spec.safetensors_header`).
     """
+
+    _index: dict[str, str]
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         if not directory.is_dir():
             raise WeightsError(f"{directory}: not a directory; expected a checkpoint directory")
-        index = directory / "model.safetensors.index.json"
+        index = directory / INDEX_FILE
+        self._index = {}
         files = self._indexed(index) if index.is_file() else sorted(directory.glob("*.safetensors"))
         if not files:
             raise WeightsError(f"{directory}: no *.safetensors file and no {index.name}")
         self._handles = {}
-        self._where: dict[str, tuple[Path, str]] = {}
+        self._where: dict[str, _Place] = {}
         for file in files:
             try:
                 handle = safe_open(file, framework="pt")
             except (OSError, SafetensorError) as e:
                 raise WeightsError(f"{file}: cannot be read as safetensors: {e}") from e
             self._handles[file] = handle
-            for stored in handle.keys():
-                if self._elsewhere(stored, file):
-                    continue
-                name = stored.removeprefix(_PREFIX)
-                if name in self._where:
-                    raise WeightsError(
-                        f"{directory}: tensor {name} is in {self._where[name][0].name} and in "
-                        f"{file.name}, and no index says which one counts"
-                    )
-                self._where[name] = (file, stored)
-        missing = [n for n in self._index if n.removeprefix(_PREFIX) not in self._where]
+            # The index is authoritative: a stale copy in another file does not count.
+            keys = [k for k in handle.keys() if self._index.get(k, file.name) == file.name]
+            if self._index:
+                keys = [k for k in keys if k in self._index]
+            for stored in keys:
+                for name, place in self._places(file, stored):
+                    if name in self._where:
+                        raise WeightsError(
+                            f"{directory}: tensor {name} is in {self._where[name].file.name} and "
+                            f"in {file.name}, and no index says which one counts"
+                        )
+                    self._where[name] = place
+        held = {p.stored for p in self._where.values()}
+        missing = [n for n in self._index if n not in held]
         if missing:
-            n = missing[0]
             raise WeightsError(
-                f"{index}: says that {self._index[n]} holds {n}, but it does not "
-                f"({len(missing)} such tensor(s))"
+                f"{index}: says that {self._index[missing[0]]} holds {missing[0]}, but it does "
+                f"not ({len(missing)} such tensor(s))"
             )
 
-    _index: dict[str, str] = {}
+    def _places(self, file: Path, stored: str) -> Iterator[tuple[str, _Place]]:
+        name = official_name(stored)
+        stacked = STACKED_EXPERTS.match(name)
+        if stacked is None:
+            yield name, _Place(file, stored)
+            return
+        prefix, which, suffix = stacked.groups()
+        parts = ("w1", "w3") if which == "gate_up_proj" else ("w2",)
+        for expert in range(self._handles[file].get_slice(stored).get_shape()[0]):
+            for part in parts:
+                official = f"{prefix}.{expert}.{part}{suffix or '.weight'}"
+                yield official, _Place(file, stored, part, expert)
 
     def _indexed(self, index: Path) -> list[Path]:
         try:
@@ -75,18 +103,21 @@ class Checkpoint:
                 raise WeightsError(f"{index}: names {f.name}, which is not in {self.directory}")
         return files
 
-    def _elsewhere(self, stored: str, file: Path) -> bool:
-        """Whether the index assigns this tensor to another file: the index is authoritative."""
-        return bool(self._index) and self._index.get(stored) != file.name
-
     def names(self) -> set[str]:
-        """Tensor names without the prefix."""
+        """Published names of all tensors."""
         return set(self._where)
 
     def read(self, name: str) -> Tensor:
         """One tensor as stored."""
-        file, stored = self._where[name]
-        return self._handles[file].get_tensor(stored)
+        place = self._where[name]
+        handle = self._handles[place.file]
+        if not place.part:
+            return handle.get_tensor(place.stored)
+        matrix = handle.get_slice(place.stored)[place.expert]
+        if place.part == "w2":
+            return matrix
+        half = matrix.shape[0] // 2
+        return matrix[:half] if place.part == "w1" else matrix[half:]
 
 
 def load_params(

@@ -68,9 +68,9 @@ class RecomputeModel:
             x = self.block(f"layers.{i}", x, ids, attention, ffn)
         return Recomputed(self.logits(x, "", "norm.weight"), x)
 
-    def draft(self, streams: Tensor, next_ids: Tensor, mode: MtpSpeculation, layer: int = 0) -> (
-        Recomputed
-    ):
+    def draft(
+        self, streams: Tensor, next_ids: Tensor, mode: MtpSpeculation, layer: int = 0
+    ) -> Recomputed:
         """One MTP layer over whole sequences (section 2.4): row t takes the streams at t and the
         token at t + 1, sits at position t and predicts token t + 2.
 

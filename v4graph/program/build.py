@@ -33,7 +33,11 @@ def build_state(
     for layer in plan.layers:
         prefix = f"layers.{layer.index}."
         layers.append(
-            {k.removeprefix(prefix): v.to(device) for k, v in params.items() if k.startswith(prefix)}
+            {
+                k.removeprefix(prefix): v.to(device)
+                for k, v in params.items()
+                if k.startswith(prefix)
+            }
         )
         caches = dict(spec.attention[layer.attention].caches)
         pools.append({role: _pool(plan, name, device, checked) for role, name in caches.items()})
@@ -53,7 +57,7 @@ class ProgramSet:
     """Every step program of a plan, and the choice of one for a batch."""
 
     def __init__(self, state: ModelState, compiler: Compiler, checked: bool) -> None:
-        self.state, self.compiler = state, compiler
+        self.state, self.compiler, self.checked = state, compiler, checked
         self.programs: dict[tuple[Mode, Bucket], StepProgram] = {
             (m.mode, bucket): StepProgram(state, m.mode, bucket, compiler, checked)
             for m in state.plan.modes

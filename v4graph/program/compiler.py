@@ -16,7 +16,6 @@ import torch
 
 from v4graph.errors import ProgramError
 
-
 # A step's small loops cost less than waking a second thread for them (measured on 2 cores: 20
 # Sinkhorn iterations over 128 tokens take 16.7 ms with the default of 512 and 0.34 ms with this).
 _INDUCTOR = {"cpp.min_chunk_size": 16384}
@@ -76,5 +75,9 @@ def _own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn(*args)
 
     return types.FunctionType(
-        call.__code__.replace(), call.__globals__, call.__name__, call.__defaults__, call.__closure__
+        call.__code__.replace(),
+        call.__globals__,
+        call.__name__,
+        call.__defaults__,
+        call.__closure__,
     )

@@ -64,9 +64,7 @@ def prepare(
             written = _row_slots(g, block_table, token_slot, positions)
             buf[f"{g.name}.slot_mapping"].copy_(torch.where(valid, written, 0))
             last, slot = (
-                (positions, token_slot)
-                if g.kind == "sliding_window"
-                else closing[g.closes_every]
+                (positions, token_slot) if g.kind == "sliding_window" else closing[g.closes_every]
             )
             steps = torch.arange(g.span, device=slots.device)
             listed = last[:, None] - (g.span - 1) + steps

@@ -44,6 +44,15 @@ class ModelState:
     freqs: Tensors
     table: RequestTable
 
+    def poison_pages(self, group: str, pages: list[int]) -> None:
+        """Fill pages of every layer's pool with NaN, so that no earlier owner's rows remain."""
+        rows = self.plan.group(group).page_rows
+        index = torch.tensor(pages, device=self.table.device)
+        for layer, pools in zip(self.plan.layers, self.pools, strict=True):
+            for role, name in dict(self.spec.attention[layer.attention].caches).items():
+                if name == group:
+                    pools[role].unflatten(0, (-1, rows))[index] = float("nan")
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -104,9 +113,7 @@ class StepProgram:
         temperature, top_k = table["temperature"][slots], table["top_k"][slots]
         return sample(logits, temperature, top_k, table["top_p"][slots], draw)
 
-    def run(
-        self, slots: list[int], query_lens: list[int], step: int, random: bool
-    ) -> StepResult:
+    def run(self, slots: list[int], query_lens: list[int], step: int, random: bool) -> StepResult:
         """Compute one step for the requests in `slots` (padded here up to the bucket).
 
         Args:

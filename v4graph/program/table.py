@@ -37,13 +37,10 @@ class RequestTable:
             slots, plan.max_model_len + 1, dtype=torch.int64, device=device
         )
         self.scalars = {
-            name: torch.zeros(slots, dtype=dtype, device=device)
-            for name, dtype in _SCALARS.items()
+            name: torch.zeros(slots, dtype=dtype, device=device) for name, dtype in _SCALARS.items()
         }
         self.block_tables = {
-            g.name: torch.full(
-                (slots, g.table_width), NULL_PAGE, dtype=torch.int64, device=device
-            )
+            g.name: torch.full((slots, g.table_width), NULL_PAGE, dtype=torch.int64, device=device)
             for g in plan.groups
         }
 

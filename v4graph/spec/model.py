@@ -279,6 +279,6 @@ class ModelSpec(StrictModel):
         """Every id that ends a generation."""
         if self.eos_token_id is None:
             return ()
-        return (self.eos_token_id,) if isinstance(self.eos_token_id, int) else tuple(
-            self.eos_token_id
+        return (
+            (self.eos_token_id,) if isinstance(self.eos_token_id, int) else tuple(self.eos_token_id)
         )

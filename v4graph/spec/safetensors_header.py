@@ -61,7 +61,7 @@ _RENAMES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\.weight_scale_inv$", ".scale"),
     )
 )
-_STACKED = re.compile(r"^(.*\.ffn\.experts)\.(gate_up_proj|down_proj)(\.weight|\.scale)?$")
+STACKED_EXPERTS = re.compile(r"^(.*\.ffn\.experts)\.(gate_up_proj|down_proj)(\.weight|\.scale)?$")
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _shards(directory: Path) -> list[str]:
 
 def _unstacked(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
     """One entry an expert for the stacked tensors of scheme 3, else the tensor itself."""
-    match = _STACKED.match(name)
+    match = STACKED_EXPERTS.match(name)
     if match is None or len(tensor.shape) != 3:
         yield name, tensor
         return

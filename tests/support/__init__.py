@@ -1,0 +1,1 @@
+"""Builders and oracles that several test folders share."""
