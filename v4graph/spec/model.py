@@ -14,7 +14,7 @@ from v4graph.spec.base import StrictModel
 
 PositiveInt = Annotated[int, Field(gt=0)]
 TokenId = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class HyperConnections(StrictModel):
@@ -259,7 +259,7 @@ class ModelSpec(StrictModel):
     attention: dict[str, Attention]
     ffn: dict[str, Ffn]
     layers: Annotated[list[LayerPattern], Field(min_length=1)]
-    speculative: dict[str, Speculation] = {}
+    speculative: Annotated[dict[str, Speculation], Field(default_factory=dict)]
     weights: Weights = Weights()
 
     @property
