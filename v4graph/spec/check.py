@@ -193,7 +193,9 @@ def _feeds(name: str, entry: Attention, spec: ModelSpec) -> Findings:
         state_name = entry.caches.__dict__.get(role)
         fed = entry.caches.__dict__.get(target)
         state = spec.cache_groups.get(state_name or "")
-        if isinstance(state, CompressorStateGroup) and fed and state.of != fed:
+        if not isinstance(state, CompressorStateGroup) or not fed or state.of == fed:
+            continue
+        if isinstance(spec.cache_groups.get(state.of), CompressedGroup):  # else `of` is at fault
             path: Path = ("attention", name, "caches", role)
             got = f"{shown(state_name)}, which is of {shown(state.of)}"
             expected = f"a state group of {shown(fed)}, the entry's caches.{target}"

@@ -271,6 +271,8 @@ def _plural(annotation: Any) -> str:
 
 def _slip(value: Any, annotation: Any) -> str:
     """A hint for a value that YAML 1.1 or another language would have read as meant."""
+    if isinstance(value, float) and value.is_integer() and int in _members(_split(annotation)[0]):
+        return f"; write {int(value)}"
     if not isinstance(value, str):
         return ""
     literals = [str(a) for a in get_args(annotation)] if get_origin(annotation) is Literal else []
