@@ -85,6 +85,25 @@ class AttentionSublayer:
             if isinstance(group := spec.cache_groups[group_name], CompressedGroup)
         }
 
+    def pack(self, w: Tensors) -> Tensors:
+        """Stack the projections that share an input; compressor projections become float32.
+
+        `attn.in`: q_low, kv and the indexer's head weights; `attn.q`: the heads' and the indexer's
+        queries; `attn.compress`: (kv, gate) of the compressor, then of the indexer's.
+        """
+        out = dict(w)
+        sparse = isinstance(self.config, SparseAttention)
+        index = ["attn.indexer.weights_proj.weight"] if sparse else []
+        queries = ["attn.indexer.wq_b.weight"] if sparse else []
+        _stack(out, "attn.in", ["attn.wq_a.weight", "attn.wkv.weight", *index])
+        _stack(out, "attn.q", ["attn.wq_b.weight", *queries])
+        compressors = [f"attn.{p}compressor" for p in ("", "indexer.")[: 1 + sparse]]
+        if self.compressed:
+            names = [f"{p}.{part}.weight" for p in compressors for part in ("wkv", "wgate")]
+            _stack(out, "attn.compress", names)
+            out["attn.compress"] = out["attn.compress"].float()
+        return out
+
     def __call__(
         self,
         x_TND: Tensor,
@@ -99,25 +118,44 @@ class AttentionSublayer:
 
         Args:
             x_TND: residual streams; h, post, comb: what `ResidualSite.enter` made of them.
-            w: the layer's tensors by name below `layers.N.` (`attn.wq_a.weight`, ...).
+            w: the layer's tensors by name below `layers.N.`, as `pack` left them.
             pools: `[rows, dim]` by cache role (`window`, `compressed`, ...), written in place.
             m: the program's static buffers, and `freqs.<rope>`.
         """
         a, eps = self.config, self.eps
         cos, sin = m[f"rope.{a.rope}.cos"], m[f"rope.{a.rope}.sin"]
-        q_low = rms_norm(F.linear(h, w["attn.wq_a.weight"]), w["attn.q_norm.weight"], eps)
-        q = F.linear(q_low, w["attn.wq_b.weight"]).unflatten(-1, (a.heads, a.head_dim))
+        projected = F.linear(h, w["attn.in"])
+        q_low, kv = projected[:, : a.q_lora_rank], projected[:, a.q_lora_rank :][:, : a.head_dim]
+        q_low = rms_norm(q_low, w["attn.q_norm.weight"], eps)
+        queries = F.linear(q_low, w["attn.q"])
+        width = a.heads * a.head_dim
+        q = queries[:, :width].unflatten(-1, (a.heads, a.head_dim))
         q = rotate(rms_norm(q, None, eps), cos[:, None], sin[:, None])
-        kv = rms_norm(F.linear(h, w["attn.wkv.weight"]), w["attn.kv_norm.weight"], eps)
+        kv = rms_norm(kv, w["attn.kv_norm.weight"], eps)
         window = self.caches["window"]
         write_rows(pools["window"], m[f"{window}.slot_mapping"], rotate(kv, cos, sin))
 
         rows = slots = None
         if not isinstance(a, SlidingAttention):
-            self._close_windows("attn.compressor", "compressed", "state", h, w, pools, m)
+            states = F.linear(h.float(), w["attn.compress"])
+            own = w["attn.compressor.ape"].shape[1] * 2
+            self._close_windows(
+                "attn.compressor", "compressed", "state", states[:, :own], h.dtype, w, pools, m
+            )
             rows, slots = pools["compressed"], m[f"{self.caches['compressed']}.read_slots"]
         if isinstance(a, SparseAttention):
-            slots = self._index(a, h, q_low, cos, sin, w, pools, m)
+            self._close_windows(
+                "attn.indexer.compressor",
+                "index",
+                "index_state",
+                states[:, own:],
+                h.dtype,
+                w,
+                pools,
+                m,
+            )
+            head_weights = projected[:, a.q_lora_rank + a.head_dim :]
+            slots = self._index(a, queries[:, width:], head_weights, cos, sin, pools, m)
         out = paged_attention(
             q,
             pools["window"],
@@ -134,13 +172,19 @@ class AttentionSublayer:
         return self.residual.leave(x_TND, F.linear(low, w["attn.wo_b.weight"]), post, comb)
 
     def _close_windows(
-        self, p: str, role: str, state: str, h: Tensor, w: Tensors, pools: Tensors, m: Tensors
+        self,
+        p: str,
+        role: str,
+        state: str,
+        projected: Tensor,
+        dtype: torch.dtype,
+        w: Tensors,
+        pools: Tensors,
+        m: Tensors,
     ) -> None:
         """Write this step's state rows, then the compressed rows of the windows it closes."""
         group, state_name = self.compressed[role], self.caches[state]
-        x = h.float()
-        kv = F.linear(x, w[f"{p}.wkv.weight"].float())
-        score = F.linear(x, w[f"{p}.wgate.weight"].float())
+        kv, score = projected.chunk(2, dim=-1)
         new = state_rows(kv, score, w[f"{p}.ape"], m["positions"])
         write_rows(pools[state], m[f"{state_name}.slot_mapping"], new)
         read = m[f"{state_name}.read_slots"]
@@ -155,28 +199,25 @@ class AttentionSublayer:
             sin,
             overlap=group.overlap,
             norm_eps=self.eps,
-            dtype=h.dtype,
+            dtype=dtype,
         )
         write_rows(pools[role], m[f"{self.caches[role]}.slot_mapping"], pooled)
 
     def _index(
         self,
         a: SparseAttention,
-        h: Tensor,
-        q_low: Tensor,
+        queries: Tensor,
+        head_weights: Tensor,
         cos: Tensor,
         sin: Tensor,
-        w: Tensors,
         pools: Tensors,
         m: Tensors,
     ) -> Tensor:
         """Row ids of the compressed rows that each token attends to, -1 where fewer."""
-        self._close_windows("attn.indexer.compressor", "index", "index_state", h, w, pools, m)
         index = a.indexer
-        q = F.linear(q_low, w["attn.indexer.wq_b.weight"]).unflatten(-1, (index.heads, index.dim))
+        q = queries.unflatten(-1, (index.heads, index.dim))
         q = rotate(q, cos[:, None], sin[:, None])
-        weights = F.linear(h, w["attn.indexer.weights_proj.weight"]).float()
-        weights = weights * (index.dim * index.heads) ** -0.5
+        weights = head_weights.float() * (index.dim * index.heads) ** -0.5
         name = self.caches["index"]
         keys = gather_rows(pools["index"], m[f"{name}.read_slots"])
         scores = index_scores(q, keys, weights)
@@ -192,6 +233,16 @@ class FfnSublayer:
         self.config: Ffn = spec.ffn[name]
         self.residual = ResidualSite(spec)
 
+    def pack(self, w: Tensors) -> Tensors:
+        """Stack gate and up of dense SwiGLUs; the router becomes float32."""
+        out = dict(w)
+        p = "ffn" if isinstance(self.config, DenseFfn) else "ffn.shared_experts"
+        if f"{p}.w1.weight" in out:
+            _stack(out, f"{p}.w13", [f"{p}.w1.weight", f"{p}.w3.weight"])
+        if "ffn.gate.weight" in out:
+            out["ffn.gate.weight"] = out["ffn.gate.weight"].float()
+        return out
+
     def __call__(
         self, x_TND: Tensor, h: Tensor, post: Tensor, comb: Tensor, w: Tensors, m: Tensors
     ) -> Tensor:
@@ -202,7 +253,7 @@ class FfnSublayer:
             return self.residual.leave(x_TND, y, post, comb)
         hashed = isinstance(f, HashMoe)
         weights, experts = route(
-            F.linear(h.float(), w["ffn.gate.weight"].float()),
+            F.linear(h.float(), w["ffn.gate.weight"]),
             None if hashed else w["ffn.gate.bias"],
             w["ffn.gate.tid2eid"][m["input_ids"]] if hashed else None,
             topk=f.topk,
@@ -217,9 +268,14 @@ class FfnSublayer:
 
 
 def _swiglu(h: Tensor, w: Tensors, p: str, clamp: float | None) -> Tensor:
-    gate, up = F.linear(h, w[f"{p}.w1.weight"]), F.linear(h, w[f"{p}.w3.weight"])
+    gate, up = F.linear(h, w[f"{p}.w13"]).chunk(2, dim=-1)
     hidden = swiglu(gate.float(), up.float(), clamp).to(h.dtype)
     return F.linear(hidden, w[f"{p}.w2.weight"])
+
+
+def _stack(w: Tensors, name: str, parts: list[str]) -> None:
+    """Replace `parts` by their concatenation along the output axis."""
+    w[name] = torch.cat([w.pop(part) for part in parts])
 
 
 class Head:

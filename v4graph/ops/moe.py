@@ -67,7 +67,7 @@ def moe_experts(
     """
     T, topk = experts_TK.shape
     num_experts = w13.shape[0]
-    if T * topk <= num_experts:
+    if 2 * T * topk <= num_experts:
         flat = experts_TK.flatten()
         x = x_TD.repeat_interleave(topk, 0)
         gate, up = torch.bmm(w13[flat], x[..., None])[..., 0].chunk(2, dim=-1)
@@ -78,4 +78,4 @@ def moe_experts(
     dense = dense.scatter_add(1, experts_TK, weights_TK)
     gate, up = (x_TD @ w13.flatten(0, 1).t()).view(T, num_experts, -1).chunk(2, dim=-1)
     h = swiglu(gate.float(), up.float(), clamp) * dense[..., None]
-    return (h.to(x_TD.dtype).flatten(1) @ w2.transpose(1, 2).flatten(0, 1)).to(x_TD.dtype)
+    return torch.bmm(h.to(x_TD.dtype).transpose(0, 1), w2.transpose(1, 2)).sum(0)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from v4graph.errors import ProgramError
+from v4graph.model.sublayers import AttentionSublayer, FfnSublayer
 from v4graph.model.rope import inverse_frequencies
 from v4graph.plan.types import Bucket, Mode, Plan
 from v4graph.program.compiler import Compiler
@@ -32,13 +33,11 @@ def build_state(
     layers, pools = [], []
     for layer in plan.layers:
         prefix = f"layers.{layer.index}."
-        layers.append(
-            {
-                k.removeprefix(prefix): v.to(device)
-                for k, v in params.items()
-                if k.startswith(prefix)
-            }
+        own = {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
+        packed = FfnSublayer(spec, layer.ffn).pack(
+            AttentionSublayer(spec, layer.attention).pack(own)
         )
+        layers.append({k: v.to(device) for k, v in packed.items()})
         caches = dict(spec.attention[layer.attention].caches)
         pools.append({role: _pool(plan, name, device, checked) for role, name in caches.items()})
     top = {k: v.to(device) for k, v in params.items() if not k.startswith(("layers.", "mtp."))}

@@ -30,6 +30,16 @@ class RegionStats:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Call:
+    """One run of a compiled region: the flat inputs and outputs behind Dynamo's guards."""
+
+    region: str
+    fn: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+
 @dataclass
 class Compiler:
     """Builds regions: compiled (`enabled`) or eager; after `seal` a compilation is an error."""
@@ -37,6 +47,8 @@ class Compiler:
     enabled: bool = True
     stats: dict[str, RegionStats] = field(default_factory=dict)
     sealed: bool = False
+    calls: list[Call] | None = None
+    """While a list, every run of a compiled region is appended to it."""
 
     def region(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` as a region called `name`: `fullgraph=True`, static shapes."""
@@ -54,7 +66,14 @@ class Compiler:
             stats.compilations += 1
             stats.num_ops = sum(n.op.startswith("call") for n in gm.graph.nodes)
             stats.seconds += time.perf_counter() - begin
-            return compiled
+
+            def run(*args: Any) -> Any:
+                outputs = compiled(*args)
+                if self.calls is not None:
+                    self.calls.append(Call(name, compiled, args, tuple(outputs)))
+                return outputs
+
+            return run
 
         return torch.compile(_own_code(fn), fullgraph=True, dynamic=False, backend=backend)
 
