@@ -255,6 +255,42 @@ def test_readers_of_an_fp8_ds_group_must_rotate_alike() -> None:
     assert any("its readers rotate 4 and 8 channels" in line for line in lines)
 
 
+def heads_of(lines: list[str]) -> list[str]:
+    """The lines up to what was found and expected."""
+    return [line.split(" (")[0] for line in lines]
+
+
+def test_states_of_each_others_groups() -> None:
+    text = changed(("state: kv_state", "state: x"), ("_state: keys_state}", "_state: kv_state}"))
+    assert heads_of(problems(text.replace("state: x", "state: keys_state"))) == [
+        "33:53: attention.csa.caches.state: the state of another group",
+        "33:91: attention.csa.caches.index_state: the state of another group",
+    ]
+
+
+def test_one_group_in_two_roles() -> None:
+    lines = heads_of(problems(changed(("index: keys,", "index: kv,"))))
+    assert "33:70: attention.csa.caches.index: the same group as caches.compressed" in lines
+
+
+def test_an_empty_list_of_names() -> None:
+    lines = heads_of(problems(changed(("[csa, hca]", "[]"))))
+    assert "44:6: layers[1].attention: an empty list" in lines
+
+
+def test_entry_names_are_plain() -> None:
+    lines = problems(SMALL.replace("far_kv", "far.kv").replace("far_state", "2nd"))
+    assert heads_of(lines) == [
+        "16:3: cache_groups.'far.kv': not a valid name",
+        "17:3: cache_groups.2nd: not a valid name",
+    ]
+
+
+def test_index_keys_hold_the_rotated_channels() -> None:
+    text = changed(("row: {dim: 16}", "row: {dim: 4}"), ("dim: 16, topk", "dim: 4, topk"))
+    assert heads_of(problems(text)) == ["32:30: attention.csa.indexer.dim: too small"]
+
+
 def test_a_long_list_of_faults_is_cut() -> None:
     text = SMALL + "".join(f"extra_{i}: 1\n" for i in range(150))
     with pytest.raises(SpecError) as caught:

@@ -188,3 +188,37 @@ def test_schema_describes_files_with_like() -> None:
 
 def test_schema_knows_every_field_of_the_models() -> None:
     assert schema()["properties"].keys() == ModelSpec.model_fields.keys()
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "specs.md"
+
+
+def block(language: str) -> str:
+    """The first fenced block of a language in docs/specs.md."""
+    found = re.search(rf"```{language}\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_documented_example_loads_and_its_documented_faults_are_real() -> None:
+    example = block("yaml")
+    assert len(load_spec_text(example).layer_kinds) == 5
+    broken = example
+    for old, new in (
+        ("overlap: true, row: {dim: 64}", "overlap: true, row: {dim: 64}, page_tokens: 30"),
+        ("heads: 8", "head: 8"),
+        ("attention: swa,", "attention: swaa,"),
+    ):
+        broken = broken.replace(old, new, 1)
+    with pytest.raises(SpecError) as caught:
+        load_spec_text(broken, "example.yaml")
+    assert str(caught.value) == block("text").rstrip()
+
+
+def test_every_field_is_documented() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    for definition in [ModelSpec.model_json_schema(), *schema()["$defs"].values()]:
+        for name, field in definition["properties"].items():
+            assert f"`{name}`" in text or f"{name}: " in text, name
+            for word in [*field.get("enum", []), *filter(None, [field.get("const")])]:
+                assert f"`{word}`" in text, word
