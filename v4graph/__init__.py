@@ -1,0 +1,1 @@
+"""v4graph: declarative, graph-compiled inference for the DeepSeek-V4 family."""
