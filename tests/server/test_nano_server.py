@@ -22,9 +22,8 @@ PROMPTS = ["Once upon a time", "The", "There was a little"]
 
 @pytest.fixture(scope="module")
 def nano() -> Iterator[Server]:
-    from v4graph.spec.load import load_spec
-
     from v4graph.engine.engine import EngineConfig, LLMEngine
+    from v4graph.spec.load import load_spec
 
     spec = load_spec("v4-nano")
     # Few buckets and short outputs: eager steps are slow. A request alone and one in a batch

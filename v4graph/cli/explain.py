@@ -13,11 +13,11 @@ import typer
 import yaml
 from rich.console import Console
 from rich.table import Table
-from v4graph.spec.load import load_spec
 
 from v4graph.plan.cache import CacheAccount, cache_account
 from v4graph.plan.weight_totals import PartTotals, WeightTotals, weight_totals
 from v4graph.plan.weights import TensorEntry, draft_inventory, main_inventory
+from v4graph.spec.load import load_spec
 from v4graph.spec.model import ModelSpec, RowFormat
 
 app = typer.Typer(no_args_is_help=True, help="Say what a spec means: bytes, tensors, caches.")

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from v4graph.spec.load import load_spec
 
 from v4graph.errors import SpecError, WeightsError
 from v4graph.plan.weights import inventory
 from v4graph.spec.hf_config import import_config
 from v4graph.spec.hf_yaml import to_yaml
+from v4graph.spec.load import load_spec
 from v4graph.spec.model import ModelSpec
 from v4graph.spec.safetensors_header import StoredCheckpoint, read_checkpoint
 

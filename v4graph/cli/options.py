@@ -124,9 +124,8 @@ def weights_directory(spec_name: str, weights: Path | None) -> Path:
     Raises:
         WeightsError: it does not exist.
     """
-    from v4graph.spec.load import find_spec
-
     from v4graph.errors import WeightsError
+    from v4graph.spec.load import find_spec
 
     directory = weights or find_spec(spec_name).with_suffix("")
     if not directory.is_dir():

@@ -101,7 +101,7 @@ class _Reader:
     def leaf(
         self, inner: Any, metadata: Sequence[Any], annotation: Any, node: Node, path: Path
     ) -> Any:
-        whole = Annotated[(inner, *metadata)] if metadata else inner
+        whole: Any = Annotated[(inner, *metadata)] if metadata else inner
         value = plain(node)
         try:
             return TypeAdapter(whole, config=_STRICT).validate_python(value)
