@@ -42,8 +42,7 @@ def config_of(spec: ModelSpec) -> DeepseekV4Config:
     dim = next(iter(spec.rope.values())).dim
     partial = dim / first.head_dim
     compress: dict[str, Any] = {"rope_type": "default", "partial_rotary_factor": partial}
-    compress_rope = spec.rope.get("compress", spec.rope["main"] if "main" in spec.rope else None)
-    assert compress_rope is not None
+    compress_rope = spec.rope["compress" if "compress" in spec.rope else "main"]
     compress["rope_theta"] = compress_rope.theta
     if compress_rope.yarn is not None:
         y = compress_rope.yarn

@@ -17,7 +17,6 @@ from v4graph.cli.options import (
     DtypeOption,
     KernelsOption,
     MaxModelLenOption,
-    MaxNumSeqsOption,
     SpecArgument,
     StageTimes,
     WeightsOption,
@@ -32,6 +31,10 @@ if TYPE_CHECKING:
     from v4graph.engine.request import StepOutput
     from v4graph.text.output import OutputText
     from v4graph.text.tokenizer import Tokenizer
+
+
+PREFILL_TOKENS = 128
+"""Tokens of a prefill step."""
 
 
 def generate(
@@ -57,7 +60,9 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     weights: WeightsOption = None,
     max_model_len: MaxModelLenOption = None,
-    max_num_seqs: MaxNumSeqsOption = 8,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, help="Prompts that run at once; all, up to 8.")
+    ] = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
     compiled: CompileOption = True,
@@ -77,7 +82,15 @@ def generate(
         "ignore_eos": ignore_eos,
     }
     SamplingParams(max_tokens=max_tokens, **sampling)
-    config = engine_config(max_model_len, max_num_seqs, dtype, device, compiled, checked, kernels)
+    seqs = max_num_seqs or min(len(wanted), 8)
+    config = engine_config(max_model_len, seqs, dtype, device, compiled, checked, kernels)
+    # One program a mode: all prompts are known, so no other batch size will come.
+    config |= {
+        "max_num_batched_tokens": PREFILL_TOKENS,
+        "prefill_buckets": ((PREFILL_TOKENS, seqs),),
+        "decode_buckets": (seqs,),
+        "greedy_only": temperature == 0,
+    }
     engine, stages = build_engine(spec, weights, config, quiet=as_json)
     tokenizer = None
     if prompt:
@@ -116,7 +129,7 @@ def _check_prompts(texts: list[str], ids: list[str], stops: list[str]) -> list[s
 
 
 def _encode(tokenizer: Tokenizer | None, text: str) -> list[int]:
-    assert tokenizer is not None
+    assert tokenizer is not None  # noqa: S101 (text prompts always come with a tokenizer)
     return tokenizer.encode(text, add_bos=True)
 
 

@@ -54,9 +54,9 @@ def schema() -> None:
     """Print the JSON schema of a spec, for editors."""
     import json
 
-    from v4graph.spec.model import ModelSpec
+    from v4graph.spec.load import schema as spec_schema
 
-    typer.echo(json.dumps(ModelSpec.model_json_schema(), indent=2))
+    typer.echo(json.dumps(spec_schema(), indent=2))
 
 
 @app.command()

@@ -125,9 +125,9 @@ def weights_directory(spec_name: str, weights: Path | None) -> Path:
         WeightsError: it does not exist.
     """
     from v4graph.errors import WeightsError
-    from v4graph.spec.load import find_spec
+    from v4graph.spec.load import spec_path
 
-    directory = weights or find_spec(spec_name).with_suffix("")
+    directory = weights or spec_path(spec_name).with_suffix("")
     if not directory.is_dir():
         raise WeightsError(
             f"{directory}: no such checkpoint directory; pass the directory that holds the "

@@ -1,7 +1,8 @@
-"""The engine: requests in, tokens out, one step program at a time. Not thread safe; knows no text."""
+"""The engine: requests in, tokens out, one step program at a time. Not thread safe, text-free."""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from v4graph.engine.scheduler import ScheduledBatch, Scheduler
 from v4graph.errors import PlanError, RequestError
 from v4graph.model.loader import load_params
 from v4graph.plan.lower import lower
-from v4graph.plan.types import Limits, Plan
+from v4graph.plan.types import Bucket, Limits, Mode, Plan
+from v4graph.program import precompile
 from v4graph.program.build import ProgramSet, build_state
 from v4graph.program.compiler import Compiler
 from v4graph.spec.model import ModelSpec
@@ -39,6 +41,8 @@ class EngineConfig:
     seed: int = 0
     decode_buckets: tuple[int, ...] = ()
     prefill_buckets: tuple[tuple[int, int], ...] = ()
+    greedy_only: bool = False
+    """Build no sampling programs; requests with a temperature are refused."""
 
     def limits(self) -> Limits:
         """The plan's view of this configuration."""
@@ -50,6 +54,7 @@ class EngineConfig:
             dtype=self.dtype,
             decode_buckets=self.decode_buckets,
             prefill_buckets=self.prefill_buckets,
+            greedy_only=self.greedy_only,
         )
 
     def torch_device(self) -> torch.device:
@@ -67,6 +72,28 @@ class EngineConfig:
         if device.type == "cuda" and not torch.cuda.is_available():
             raise PlanError(f"device {self.device!r}: no NVIDIA GPU is visible to torch")
         return device
+
+
+def _warm_up(programs: ProgramSet, progress: Progress | None) -> None:
+    """Compile; on a CPU half of the programs in a second process, unless the cache has them."""
+    state, keys = programs.state, programs.order()
+    two_cores = (os.cpu_count() or 1) > 1
+    cpu = state.table.device.type == "cpu"
+    if not (programs.compiler.enabled and cpu and two_cores and len(keys) > 1):
+        programs.warm_up(progress)
+        return
+    theirs = tuple(keys[::2])
+    job = precompile.Job(state.spec, state.plan, theirs, torch.get_num_threads())
+    child = precompile.start(job)
+    waited = False
+
+    def before(key: tuple[Mode, Bucket]) -> None:
+        nonlocal waited
+        if key in theirs and not waited:
+            precompile.finish(job, child)
+            waited = True
+
+    programs.warm_up(progress, before, [*keys[1::2], *theirs])
 
 
 class LLMEngine:
@@ -101,7 +128,7 @@ class LLMEngine:
         plan = lower(spec, config.limits())
         state = build_state(spec, plan, params, config.torch_device(), config.checked)
         programs = ProgramSet(state, Compiler(config.compile), config.checked)
-        programs.warm_up(progress)
+        _warm_up(programs, progress)
         return cls(spec, plan, programs, config.seed)
 
     @classmethod
@@ -137,6 +164,11 @@ class LLMEngine:
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
+        if self.plan.limits.greedy_only and params.temperature > 0:
+            raise RequestError(
+                f"temperature {params.temperature:g}: this engine was built for greedy output",
+                "temperature",
+            )
         if not prompt_ids:
             raise RequestError("the prompt is empty: give at least one token", "prompt")
         for token in prompt_ids:

@@ -60,10 +60,9 @@ class Checkpoint:
                 raise WeightsError(f"{file}: cannot be read as safetensors: {e}") from e
             self._handles[file] = handle
             # The index is authoritative: a stale copy in another file does not count.
-            keys = [k for k in handle.keys() if self._index.get(k, file.name) == file.name]
-            if self._index:
-                keys = [k for k in keys if k in self._index]
-            for stored in keys:
+            for stored in handle.keys():  # noqa: SIM118 (not a mapping)
+                if self._index and self._index.get(stored) != file.name:
+                    continue
                 for name, place in self._places(file, stored):
                     if name in self._where:
                         raise WeightsError(

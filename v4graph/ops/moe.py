@@ -62,17 +62,20 @@ def moe_experts(
     """Weighted sum of the chosen experts' clamped SwiGLU, `[T, D]` in the dtype of `x`.
 
     `w13 [E, 2I, D]` holds gate over up, `w2 [E, D, I]`. The routing weight multiplies the hidden
-    activation in float32, as in the official code. Shapes are static: few tokens gather their
+    activation in float32, as in the official code. Shapes are static: few tokens read just their
     experts' matrices, many run every expert and mask, so nothing depends on the routing.
     """
     T, topk = experts_TK.shape
     num_experts = w13.shape[0]
-    if 2 * T * topk <= num_experts:
+    if T * topk <= 2 * num_experts:
+        # Products and sums, not bmm: the compiler then reads each matrix in place, where bmm would
+        # first copy the gathered experts.
         flat = experts_TK.flatten()
         x = x_TD.repeat_interleave(topk, 0)
-        gate, up = torch.bmm(w13[flat], x[..., None])[..., 0].chunk(2, dim=-1)
-        h = swiglu(gate.float(), up.float(), clamp) * weights_TK.flatten()[:, None]
-        y = torch.bmm(w2[flat], h.to(x_TD.dtype)[..., None])[..., 0].float()
+        gate, up = (w13[flat].float() * x[:, None].float()).sum(-1).chunk(2, dim=-1)
+        h = swiglu(gate, up, clamp) * weights_TK.flatten()[:, None]
+        h = h.to(x_TD.dtype).float()
+        y = (w2[flat].float() * h[:, None]).sum(-1)
         return y.view(T, topk, -1).sum(1).to(x_TD.dtype)
     dense = torch.zeros(T, num_experts, dtype=torch.float32, device=x_TD.device)
     dense = dense.scatter_add(1, experts_TK, weights_TK)

@@ -76,18 +76,11 @@ def _resolve(spec: ModelSpec, limits: Limits) -> tuple[Limits, int]:
             raise PlanError(f"{name} {getattr(limits, name)}: expected at least 1")
     if limits.dtype not in ("float32", "bfloat16"):
         raise PlanError(f"dtype {limits.dtype!r}: expected 'float32' or 'bfloat16'")
-    decode = limits.decode_buckets or _powers_of_two(limits.max_num_seqs)
+    decode = limits.decode_buckets or tuple(sorted({1, limits.max_num_seqs}))
     tokens = limits.max_num_batched_tokens
     prefill = limits.prefill_buckets or _default_prefill(tokens, limits.max_num_seqs)
     _check_buckets(decode, prefill, limits)
     return replace(limits, decode_buckets=decode, prefill_buckets=prefill), longest
-
-
-def _powers_of_two(limit: int) -> tuple[int, ...]:
-    sizes = [1]
-    while sizes[-1] < limit:
-        sizes.append(min(2 * sizes[-1], limit))
-    return tuple(sizes)
 
 
 def _default_prefill(tokens: int, seqs: int) -> tuple[tuple[int, int], ...]:

@@ -39,9 +39,11 @@ class Limits:
     dtype: str = "float32"
     num_draft_tokens: int = 0
     decode_buckets: tuple[int, ...] = ()
-    """Batch sizes with a decode program; empty stands for powers of two up to max_num_seqs."""
+    """Batch sizes with a decode program; empty stands for 1 and max_num_seqs."""
     prefill_buckets: tuple[tuple[int, int], ...] = ()
     """(tokens, requests) with a prefill program; empty stands for the plan's own choice."""
+    greedy_only: bool = False
+    """Leave out the programs that sample; every request must have temperature 0."""
 
 
 GroupKind = Literal["sliding_window", "compressed", "compressor_state"]

@@ -1,15 +1,15 @@
-"""Build the programs of a plan: parameters and pools on the device, a program per mode and bucket."""
+"""Build a plan's programs: parameters and pools on the device, one program a mode and bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from v4graph.errors import ProgramError
-from v4graph.model.sublayers import AttentionSublayer, FfnSublayer
 from v4graph.model.rope import inverse_frequencies
+from v4graph.model.sublayers import AttentionSublayer, FfnSublayer
 from v4graph.plan.types import Bucket, Mode, Plan
 from v4graph.program.compiler import Compiler
 from v4graph.program.step import ModelState, StepProgram
@@ -37,13 +37,30 @@ def build_state(
         packed = FfnSublayer(spec, layer.ffn).pack(
             AttentionSublayer(spec, layer.attention).pack(own)
         )
-        layers.append({k: v.to(device) for k, v in packed.items()})
+        layers.append({k: _place(k, v, device) for k, v in packed.items()})
         caches = dict(spec.attention[layer.attention].caches)
         pools.append({role: _pool(plan, name, device, checked) for role, name in caches.items()})
-    top = {k: v.to(device) for k, v in params.items() if not k.startswith(("layers.", "mtp."))}
+    own = {k: v for k, v in params.items() if not k.startswith(("layers.", "mtp."))}
+    top = {k: _place(k, v, device) for k, v in own.items()}
     freqs = {name: inverse_frequencies(spec.rope[name]).to(device) for name, _ in plan.rope_dims}
     table = RequestTable(plan, device)
     return ModelState(spec, plan, layers, top, pools, freqs, table)
+
+
+_PROJECTIONS = ("attn.in", "attn.q", "attn.compress", "_fn", "gate.weight", "w13", "head.weight")
+_OUTPUTS = ("wo_b.weight", "w2.weight")
+
+
+def _place(name: str, tensor: Tensor, device: torch.device) -> Tensor:
+    """Put a weight on the device; on a CPU, projections lie input-major.
+
+    MKL multiplies a few rows by an input-major matrix up to twice as fast (8 x 1024 by 1024 x 24:
+    13.5 us against 37.7 us on one core).
+    """
+    tensor = tensor.to(device)
+    if device.type == "cpu" and tensor.dim() == 2 and name.endswith((*_PROJECTIONS, *_OUTPUTS)):
+        return tensor.t().contiguous().t()
+    return tensor
 
 
 def _pool(plan: Plan, group: str, device: torch.device, checked: bool) -> Tensor:
@@ -55,23 +72,46 @@ def _pool(plan: Plan, group: str, device: torch.device, checked: bool) -> Tensor
 class ProgramSet:
     """Every step program of a plan, and the choice of one for a batch."""
 
-    def __init__(self, state: ModelState, compiler: Compiler, checked: bool) -> None:
+    def __init__(
+        self,
+        state: ModelState,
+        compiler: Compiler,
+        checked: bool,
+        keys: Collection[tuple[Mode, Bucket]] | None = None,
+    ) -> None:
+        """`keys` restricts the set to some programs; all of the plan's if left out."""
         self.state, self.compiler, self.checked = state, compiler, checked
         self.programs: dict[tuple[Mode, Bucket], StepProgram] = {
             (m.mode, bucket): StepProgram(state, m.mode, bucket, compiler, checked)
             for m in state.plan.modes
             for bucket in m.buckets
+            if keys is None or (m.mode, bucket) in keys
         }
 
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile all programs, largest first, then refuse further compilations."""
-        todo = sorted(
-            self.programs.values(), key=lambda p: (-p.bucket.num_tokens, -p.bucket.num_reqs)
-        )
-        for i, program in enumerate(todo):
+    def order(self) -> list[tuple[Mode, Bucket]]:
+        """All programs, largest first."""
+        return sorted(self.programs, key=lambda key: (-key[1].num_tokens, -key[1].num_reqs))
+
+    def warm_up(
+        self,
+        progress: Progress | None = None,
+        before: Callable[[tuple[Mode, Bucket]], None] | None = None,
+        order: Sequence[tuple[Mode, Bucket]] | None = None,
+    ) -> None:
+        """Compile all programs, then refuse further compilations.
+
+        Args:
+            progress: called with ("compile", done, total).
+            before: called with each program's key before it is compiled.
+            order: the order to compile in; `order()` if left out.
+        """
+        todo = list(order or self.order())
+        for i, key in enumerate(todo):
             if progress is not None:
                 progress("compile", i, len(todo))
-            program.warm_up()
+            if before is not None:
+                before(key)
+            self.programs[key].warm_up()
         if progress is not None:
             progress("compile", len(todo), len(todo))
         self.compiler.seal()

@@ -71,6 +71,8 @@ def import_config(
     draft = draft_kind(fields, plan) if mtp else None
     quantised = formats["linear"] == "fp8_block"
     used = set(plan.attention) | ({draft} if draft else set())
+    attention = _attention(fields, head_dim, used)
+    ropes = {entry["rope"] for entry in attention.values() if "rope" in entry}
     data = {
         "name": re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._") or "imported",
         "vocab_size": fields.integer("vocab_size"),
@@ -84,9 +86,9 @@ def import_config(
             "sinkhorn_iters": fields.integer("hc_sinkhorn_iters"),
             "eps": fields.number("hc_eps"),
         },
-        "rope": rope,
+        "rope": {key: value for key, value in rope.items() if key in ropes},
         "cache_groups": _cache_groups(fields, plan.csa_ratio, plan.hca_ratio, used, quantised),
-        "attention": _attention(fields, head_dim, used),
+        "attention": attention,
         "ffn": _ffn(fields, set(plan.ffn) | ({"routed"} if mtp else set())),
         "layers": layer_patterns(plan),
         "speculative": {"none": {"kind": "none"}},

@@ -109,9 +109,6 @@ def spec_path(name_or_path: str | Path) -> Path:
     )
 
 
-find_spec = spec_path
-
-
 def shipped_specs() -> list[str]:
     """The names that `load_spec` knows."""
     return sorted(path.stem for path in _shipped_directory().glob("*.yaml"))
