@@ -34,7 +34,7 @@ from nano.tokenizer import SPECIAL  # noqa: E402
 
 SPEC = load_spec("v4-nano")
 MAX_BYTES = 24_000_000
-HELD_OUT_NATS = 2.35
+HELD_OUT_NATS = 2.05
 
 
 @pytest.fixture(scope="module", autouse=True)
