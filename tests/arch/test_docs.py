@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ def test_make_targets_exist(page: Path) -> None:
         for line in code.strip("`").splitlines():
             if not re.match(r"\s*make\s", line):
                 continue
-            words = [w for w in line.split("#")[0].strip("` ").split()[1:] if "=" not in w]
+            words = [w for w in shlex.split(line.strip("` "), comments=True)[1:] if "=" not in w]
             assert set(words) <= targets, f"{line!r}: unknown make target"
 
 
