@@ -1,7 +1,8 @@
 """Compile programs in a second process, so that two cores share a cold start.
 
-The child builds the same programs over zeros and runs them once; what it leaves is Inductor's cache
-on disk, from which this process then takes them. A stamp in the cache marks sets that need no child.
+The child builds the same programs over zeros and runs them once; what it leaves is Inductor's
+cache on disk, from which this process then takes them. A stamp in the cache marks sets that need no
+child.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class StepProgram:
 
         def region(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
             key = f"{mode.value}[{bucket.num_tokens}x{bucket.num_reqs}].{name}"
-            self.regions[name] = compiler.region(key, fn)
+            self.regions[name] = compiler.region(key, fn, bucket.num_tokens)
             return self.regions[name]
 
         self._prepare = region(
