@@ -10,7 +10,7 @@ VENV ?= .venv
 PORT ?= 8000
 WORKERS ?= 2
 PYTEST_ARGS ?=
-PROMPT ?= Once upon a time
+PROMPT ?= def read_file(path
 # Package index for torch alone, such as https://download.pytorch.org/whl/cpu (the CPU build, a
 # tenth of the download); empty takes whatever pip is configured for.
 TORCH_INDEX ?=
