@@ -198,6 +198,10 @@ def test_options_reach_the_engine(generate: Generate, engines: list[FakeEngine])
         "compile": False,
         "checked": True,
         "kernels": "reference",
+        "max_num_batched_tokens": 128,
+        "prefill_buckets": ((128, 3),),
+        "decode_buckets": (3,),
+        "greedy_only": True,
     }
 
 
