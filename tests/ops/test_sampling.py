@@ -125,6 +125,28 @@ def test_rows_do_not_influence_each_other() -> None:
         assert int(alone) == int(together[r])
 
 
+def test_one_seed_draws_the_same_tokens_alone_and_in_a_batch() -> None:
+    """From the seed to the token: neither the row, nor its neighbours, nor the batch size count."""
+    positions = torch.arange(300)
+
+    def tokens(seeds: Tensor, at: Tensor) -> Tensor:
+        n = len(seeds)
+        temperature, top_p = torch.full((n,), 0.8), torch.full((n,), 0.95)
+        top_k = torch.full((n,), 9)
+        return sample(LOGITS.expand(n, -1), temperature, top_k, top_p, uniform(seeds, at))
+
+    mine = torch.full((300,), 2**40 + 7)
+    alone = torch.cat([tokens(mine[i : i + 1], positions[i : i + 1]) for i in range(300)])
+    order = torch.randperm(600)
+    seeds = torch.cat((mine, torch.randint(-(2**62), 2**62, (300,))))[order]
+    crowd = tokens(seeds, torch.cat((positions, positions))[order])
+    together = torch.empty_like(crowd).scatter(0, order, crowd)[:300]
+    assert torch.equal(together, alone)
+    assert len(set(alone.tolist())) > 3  # not one constant token
+    assert not torch.equal(tokens(mine + 1, positions), alone)
+    assert not torch.equal(tokens(mine - 2**40, positions), alone)  # the high bits count
+
+
 def test_masked_logits_are_never_drawn() -> None:
     logits = LOGITS.clone()
     logits[[0, 3, 9]] = float("-inf")
