@@ -18,7 +18,7 @@ from v4graph.program.compiler import Call
 from v4graph.program.step import StepProgram
 from v4graph.program.tape import Tape
 
-TINY = Tiny(kinds=("swa", "csa", "hca", "csa"), hidden=32, hash_layers=1, page_tokens=16)
+TINY = Tiny(kinds=("csa", "hca", "csa"), hidden=32, hash_layers=1, page_tokens=16)
 SPEC = TINY.spec()
 PARAMS = random_params(SPEC, seed=3)
 

@@ -164,6 +164,7 @@ class StepProgram:
     def warm_up(self) -> None:
         """Compile every region and record both variants, on padding only: nothing is committed."""
         for random in (False, True)[: 1 if self.state.plan.limits.greedy_only else 2]:
+            self._tapes.pop(random, None)
             self.run([], [], 0, random)
             if self._compiler.enabled and not self.checked:
                 self._tapes[random] = self._record(random)
