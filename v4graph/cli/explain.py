@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -11,9 +10,17 @@ from typing import Annotated, Any, Literal
 
 import typer
 import yaml
-from rich.console import Console
 from rich.table import Table
 
+from v4graph.cli.explain_plan import (
+    JsonOption,
+    modes_command,
+    plan_command,
+    print_json,
+    print_table,
+    program_command,
+)
+from v4graph.cli.options import SpecArgument
 from v4graph.plan.cache import CacheAccount, cache_account
 from v4graph.plan.weight_totals import PartTotals, WeightTotals, weight_totals
 from v4graph.plan.weights import TensorEntry, draft_inventory, main_inventory
@@ -26,10 +33,9 @@ app = typer.Typer(no_args_is_help=True, help="Say what a spec means: bytes, tens
 ModelDtype = Literal["float32", "bfloat16"]
 _DTYPE_BYTES: dict[ModelDtype, int] = {"float32": 4, "bfloat16": 2}
 
-SpecArgument = Annotated[
-    str, typer.Argument(metavar="SPEC", help="Name of a shipped spec, or path of a YAML file.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON with raw integers.")]
+app.command("plan")(plan_command)
+app.command("modes")(modes_command)
+app.command("program")(program_command)
 
 
 @app.command("spec")
@@ -84,7 +90,7 @@ def explain_spec(spec: ModelSpec, as_json: bool = False) -> None:
     """Print `spec` normalised; the YAML form loads again as the same spec."""
     data = spec.model_dump(mode="json", exclude_none=True)
     if as_json:
-        _print_json(data)
+        print_json(data)
         return
     kinds = [f"{attention}+{ffn}" for attention, ffn in spec.layer_kinds]
     runs = [(kind, len(list(run))) for kind, run in groupby(kinds)]
@@ -112,12 +118,12 @@ def explain_weights(spec: ModelSpec, as_json: bool = False, summary: bool = Fals
         if not summary:
             data["tensors"] = [_tensor_json(part, e) for part, entries in parts for e in entries]
         # Indenting would take json's slow path: seconds for Pro.
-        _print_json(data, indent=2 if summary else None)
+        print_json(data, indent=2 if summary else None)
         return
     if not summary:
         # Plain lines: a rich table of 145,116 rows takes minutes.
         _write_lines(_tensor_lines([e for _, entries in parts for e in entries]))
-    _print_table(_totals_table(spec.name, totals))
+    print_table(_totals_table(spec.name, totals))
 
 
 def explain_cache(
@@ -138,11 +144,11 @@ def explain_cache(
     length = spec.max_position_embeddings if tokens is None else tokens
     account = cache_account(spec, length, row_format, num_draft_tokens, dtype_bytes)
     if as_json:
-        _print_json(_cache_json(account, summary))
+        print_json(_cache_json(account, summary))
         return
     if not summary:
-        _print_table(_cache_table(account))
-    _print_table(_cache_totals(account))
+        print_table(_cache_table(account))
+    print_table(_cache_totals(account))
 
 
 def _counted(kinds: Sequence[str]) -> str:
@@ -264,18 +270,6 @@ def _cache_totals(account: CacheAccount) -> Table:
     add("all rows", account.sequence_bytes)
     add("all pages", account.sequence_page_bytes)
     return table
-
-
-def _print_table(table: Table) -> None:
-    # A pipe has no width: never cut columns for it.
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
-    console.print(table)
-
-
-def _print_json(data: Any, indent: int | None = 2) -> None:
-    sys.stdout.write(json.dumps(data, indent=indent) + "\n")
 
 
 def _write_lines(lines: Iterable[str]) -> None:
