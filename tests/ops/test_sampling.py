@@ -95,9 +95,20 @@ def test_huge_temperature_is_nearly_uniform() -> None:
     assert all(abs(seen.count(i) - DRAWS / VOCAB) < 250 for i in range(VOCAB))
 
 
-@pytest.mark.parametrize("top_p", [1e-30, 1e-6, 0.05])
+@pytest.mark.parametrize("top_p", [1e-60, 1e-30, 1e-6, 0.05])
 def test_tiny_top_p_keeps_one(top_p: float) -> None:
+    """1e-60 is a legal value that is 0 in float32."""
     assert set(draws(300, 1.0, top_p=top_p)) == {0}
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.76, 4), (1.0, 4)])
+def test_top_p_stops_at_exactly_its_mass(top_p: float, kept: int) -> None:
+    """Four equal tokens weigh 1/4 each, exactly; one more than needed is one too many."""
+    n = 400
+    draw = uniform(torch.full((n,), 5), torch.arange(n))
+    none = torch.zeros(n, dtype=torch.int64)
+    seen = sample(torch.zeros(n, 4), torch.ones(n), none, torch.full((n,), top_p), draw)
+    assert set(seen.tolist()) == set(range(kept))
 
 
 def test_top_k_counts_tied_tokens_by_id() -> None:
