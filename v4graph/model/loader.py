@@ -14,7 +14,7 @@ from torch import Tensor
 
 from v4graph.errors import WeightsError
 from v4graph.model.params import logical_entries, stack_experts
-from v4graph.model.quant import decode_fp4, decode_fp8
+from v4graph.model.quant import FP4_GROUP, FP8_BLOCK, decode_fp4, decode_fp8
 from v4graph.plan.weights import TensorEntry, draft_inventory
 from v4graph.spec.model import ModelSpec
 from v4graph.spec.safetensors_header import INDEX_FILE, STACKED_EXPERTS, official_name
@@ -139,9 +139,14 @@ def load_params(
     wanted = {e.name for e in entries}
     scales = {n.removesuffix("weight") + "scale" for n in wanted if n.endswith(".weight")}
     _check_names(directory, wanted, names, scales)
+    gates = (e for e in entries if e.name.endswith(".gate.weight"))
+    experts = {e.name.removesuffix("weight"): e.shape[0] for e in gates}
     tensors = {}
     for i, entry in enumerate(entries):
         tensors[entry.name] = _decode(checkpoint, entry, dtype)
+        if entry.dtype == "I64":
+            count = experts[entry.name.removesuffix("tid2eid")]
+            _check_table(f"{directory}: tensor {entry.name}", tensors[entry.name], count)
         if progress is not None:
             progress("load", i + 1, len(entries))
     return stack_experts(tensors)
@@ -160,6 +165,18 @@ def _check_names(directory: Path, wanted: set[str], found: set[str], scales: set
         raise WeightsError(f"{directory}: {len(problems)} tensor(s) differ:\n  {shown}{more}")
 
 
+def _check_scale(where: str, scale: Tensor, expected: tuple[int, ...]) -> None:
+    """Broadcasting or cutting a scale of another shape would load a wrong model in silence."""
+    if tuple(scale.shape) != expected:
+        raise WeightsError(f"{where}: scale of shape {tuple(scale.shape)}, expected {expected}")
+
+
+def _check_table(where: str, table: Tensor, experts: int) -> None:
+    bad = table[(table < 0) | (table >= experts)]
+    if bad.numel():
+        raise WeightsError(f"{where}: expert id {int(bad[0])}, expected 0 to {experts - 1}")
+
+
 def _decode(checkpoint: Checkpoint, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
     """Decode by the stored dtype: quantised if a scale is there, never by a config string."""
     where = f"{checkpoint.directory}: tensor {entry.name}"
@@ -171,8 +188,10 @@ def _decode(checkpoint: Checkpoint, entry: TensorEntry, dtype: torch.dtype) -> T
             raise WeightsError(f"{where}: dtype {stored.dtype}, expected int64")
         value = stored
     elif stored.dtype is torch.float8_e4m3fn and scale is not None:
+        _check_scale(where, scale, tuple(-(-n // FP8_BLOCK) for n in stored.shape))
         value = decode_fp8(stored, scale)
     elif stored.dtype in (torch.int8, torch.uint8) and scale is not None:
+        _check_scale(where, scale, (*stored.shape[:-1], stored.shape[-1] * 2 // FP4_GROUP))
         value = decode_fp4(stored, scale)
     elif stored.dtype in _FLOATS and scale is None:
         value = stored

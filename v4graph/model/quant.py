@@ -16,7 +16,12 @@ FP4_VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 
 
 def decode_scale(scale: Tensor) -> Tensor:
-    """Scales as float32: e8m0 bytes are exponents (byte 120 is 2^-7, 255 is NaN)."""
+    """Scales as float32: e8m0 bytes are exponents (byte 120 is 2^-7, 255 is NaN).
+
+    Some files store e8m0 as U8; those bytes mean the same.
+    """
+    if scale.dtype is torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu)
     return scale.to(torch.float32)
 
 
