@@ -1,0 +1,299 @@
+"""Lowering: rings no wider and no narrower than they must be, pools that hold what they promise."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import ceil
+
+import pytest
+
+from tests.support.tiny import SHAPES, Tiny
+from v4graph.errors import PlanError
+from v4graph.plan.buffers import buffers, closing_ratios, num_closings
+from v4graph.plan.lower import lower
+from v4graph.plan.types import Bucket, BufferPlan, GroupPlan, Limits, Mode, Plan
+from v4graph.spec.load import load_spec
+
+TINY = Tiny(kinds=("swa", "csa", "hca"), csa_ratio=4, hca_ratio=16, window=10, max_len=4096)
+
+
+def tiny_plan(tokens: int = 8, drafts: int = 0, max_len: int = 4096, tiny: Tiny = TINY) -> Plan:
+    limits = Limits(
+        max_num_seqs=2,
+        max_num_batched_tokens=tokens,
+        max_model_len=max_len,
+        num_draft_tokens=drafts,
+    )
+    return lower(tiny.spec(), limits)
+
+
+def pool_bytes(plan: Plan) -> int:
+    return sum(g.num_pages * g.page_bytes for g in plan.groups)
+
+
+# Kept ranges and rings -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3, 8])
+def test_kept_ranges_are_the_span_and_the_drafts(drafts: int) -> None:
+    plan = tiny_plan(drafts=drafts)
+    kept = {g.name: g.kept_tokens for g in plan.groups}
+    width = drafts + 1
+    assert kept == {
+        "window": 10 + width - 1,
+        "csa_kv": 0,
+        "csa_index": 0,
+        "csa_state": 2 * 4 + width - 1,
+        "index_state": 2 * 4 + width - 1,
+        "hca_kv": 0,
+        "hca_state": 16 + width - 1,
+    }
+
+
+def blocks_in_one_step(g: GroupPlan, first: int, tokens: int) -> int:
+    """Pages that hold the kept range before `first` and the `tokens` computed from it."""
+    begin = max(first - g.kept_tokens + 1, 0)
+    return (first + tokens - 1) // g.page_tokens - begin // g.page_tokens + 1
+
+
+@pytest.mark.parametrize("page", [1, 3, 4, 8, 16])
+@pytest.mark.parametrize(("tokens", "drafts"), [(1, 0), (1, 3), (7, 0), (8, 3), (33, 0)])
+def test_a_ring_holds_every_step_and_two_spare_rows(page: int, tokens: int, drafts: int) -> None:
+    """Two live blocks in one ring column would overwrite each other's rows."""
+    plan = tiny_plan(tokens, drafts, tiny=Tiny(**{**vars(TINY), "page_tokens": page}))
+    flight = max(tokens, drafts + 1)
+    for g in plan.groups:
+        if not g.kept_tokens:
+            continue
+        assert g.table_width == ceil((g.kept_tokens + flight) / g.page_tokens) + 1
+        starts = range(g.kept_tokens + 4 * g.page_tokens)
+        most = max(
+            blocks_in_one_step(g, first, n) for first in starts for n in range(1, flight + 1)
+        )
+        assert most <= g.table_width <= most + ceil(2 / page), g.name
+
+
+def test_short_sequences_need_no_ring() -> None:
+    plan = tiny_plan(max_len=20)
+    for g in plan.groups:
+        assert g.table_width <= ceil(20 / g.page_tokens)
+    assert plan.group("window").table_width == 2
+
+
+def test_history_tables_cover_the_longest_sequence() -> None:
+    plan = tiny_plan(max_len=1000)
+    for name in ("csa_kv", "csa_index", "hca_kv"):
+        g = plan.group(name)
+        assert g.table_width == ceil(1000 / g.page_tokens) == g.pages_per_seq
+        assert g.max_entries >= 1000 // g.ratio
+
+
+# Limits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 4095, 4096])
+def test_max_model_len_within_the_spec(length: int) -> None:
+    assert tiny_plan(max_len=length).max_model_len == length
+
+
+def test_max_model_len_defaults_to_the_spec() -> None:
+    assert tiny_plan(max_len=0).max_model_len == 4096
+
+
+@pytest.mark.parametrize("length", [-1, 4097])
+def test_max_model_len_out_of_range(length: int) -> None:
+    with pytest.raises(PlanError, match=rf"max_model_len {length}: expected 1\.\.4096"):
+        tiny_plan(max_len=length)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (Limits(max_num_seqs=0), "max_num_seqs 0: expected at least 1"),
+        (Limits(max_num_batched_tokens=0), "max_num_batched_tokens 0: expected at least 1"),
+        (Limits(dtype="float16"), "dtype 'float16'"),
+        (Limits(decode_buckets=(1, 4)), "end at max_num_seqs 8"),
+        (Limits(decode_buckets=(8, 4)), "ascending"),
+        (Limits(decode_buckets=(4, 4, 8)), "ascending"),
+        (Limits(decode_buckets=(0, 8)), "decode_buckets"),
+        (Limits(decode_buckets=(1, 16)), "end at max_num_seqs 8"),
+        (Limits(prefill_buckets=((256, 8), (32, 8))), "ascending"),
+        (Limits(prefill_buckets=((256, 8), (256, 8))), "ascending"),
+        (Limits(prefill_buckets=((4, 8), (256, 8))), "1 <= requests <= tokens"),
+        (Limits(prefill_buckets=((32, 0), (256, 8))), "1 <= requests <= tokens"),
+        (Limits(prefill_buckets=((128, 8),)), "must hold max_num_batched_tokens 256"),
+        (Limits(prefill_buckets=((512, 8),)), "must hold max_num_batched_tokens 256"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_limits_that_cannot_hold(limits: Limits, message: str) -> None:
+    with pytest.raises(PlanError) as fault:
+        lower(TINY.spec(), limits)
+    assert message in str(fault.value)
+
+
+def test_given_buckets_are_kept() -> None:
+    limits = Limits(
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        decode_buckets=(1, 2, 4),
+        prefill_buckets=((16, 1), (16, 4), (64, 4)),
+    )
+    plan = lower(TINY.spec(), limits)
+    assert plan.mode(Mode.DECODE).buckets == (Bucket(1, 1), Bucket(2, 2), Bucket(4, 4))
+    assert plan.mode(Mode.PREFILL).buckets == (Bucket(16, 1), Bucket(16, 4), Bucket(64, 4))
+
+
+@pytest.mark.parametrize(("tokens", "seqs"), list(product((1, 5, 32, 33, 200), (1, 4, 64))))
+def test_default_buckets_hold_every_batch(tokens: int, seqs: int) -> None:
+    limits = Limits(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=64)
+    plan = lower(TINY.spec(), limits)
+    largest = plan.mode(Mode.PREFILL).buckets[-1]
+    # Every request of a prefill step computes a token at least.
+    assert largest == Bucket(tokens, min(seqs, tokens))
+    assert plan.mode(Mode.DECODE).buckets[-1] == Bucket(seqs, seqs)
+
+
+# Pools -----------------------------------------------------------------------------------------
+
+
+def test_by_default_every_sequence_may_be_full_length() -> None:
+    for name, tiny in SHAPES.items():
+        plan = lower(tiny.spec(), Limits(max_num_seqs=3, max_model_len=512))
+        for g in plan.groups:
+            if not g.kept_tokens:
+                assert g.num_pages == 1 + 3 * g.table_width, (name, g.name)
+
+
+def least_memory() -> int:
+    """The smallest kv_memory_bytes that lowers."""
+    low, high = 0, pool_bytes(lower(TINY.spec(), Limits(max_num_seqs=4)))
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            lower(TINY.spec(), Limits(max_num_seqs=4, kv_memory_bytes=middle))
+            high = middle
+        except PlanError:
+            low = middle
+    return high
+
+
+def test_pools_stay_within_the_memory_and_cover_one_sequence() -> None:
+    least = least_memory()
+    with pytest.raises(PlanError) as fault:
+        lower(TINY.spec(), Limits(max_num_seqs=4, kv_memory_bytes=least - 1))
+    assert f"kv_memory_bytes {least - 1:,}: one sequence of 4,096 tokens" in str(fault.value)
+    assert f"needs {least:,}" in str(fault.value)
+
+    full = pool_bytes(lower(TINY.spec(), Limits(max_num_seqs=4)))
+    before = 0
+    for budget in (least, least + 1, least * 3 // 2, full - 1, full, full * 10):
+        plan = lower(TINY.spec(), Limits(max_num_seqs=4, kv_memory_bytes=budget))
+        assert before <= pool_bytes(plan) <= min(budget, full)
+        before = pool_bytes(plan)
+        for g in plan.groups:
+            assert g.num_pages - 1 >= g.pages_per_seq, g.name
+            if not g.kept_tokens:
+                assert g.num_pages - 1 >= g.pages_for(4096), g.name
+    assert before == full
+
+
+def test_memory_lines_add_up() -> None:
+    plan = tiny_plan()
+    lines = {line.name: line.num_bytes for line in plan.memory}
+    assert lines["page pools"] == pool_bytes(plan)
+    assert lines["page pools"] == sum(n for name, n in lines.items() if name.startswith("pages "))
+    assert lines["weights (checkpoint)"] == plan.weight_bytes
+    for g in plan.groups:
+        rows = g.num_pages * g.page_rows * len(g.layers)
+        assert lines[f"pages {g.name}"] == rows * g.row_dim * 4
+
+
+# Closing windows -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [2, 3, 4, 8])
+def test_num_closings_bounds_every_split(ratio: int) -> None:
+    """All splits of up to 19 tokens over up to 4 requests, at every phase of their windows.
+
+    Requests close windows independently, so each share takes the start that closes most.
+    """
+
+    def closed(n0: int, q: int) -> int:
+        return (n0 + q) // ratio - n0 // ratio
+
+    for tokens, requests in product(range(1, 20), range(1, 5)):
+        if requests > tokens:
+            continue
+        most = 0
+        for shares in product(range(tokens + 1), repeat=requests - 1):
+            last = tokens - sum(shares)
+            if last < 0:
+                continue
+            most = max(
+                most,
+                sum(max(closed(n0, q) for n0 in range(ratio)) for q in (*shares, last)),
+            )
+        bound = num_closings(Mode.PREFILL, Bucket(tokens, requests), ratio)
+        assert most <= bound, (tokens, requests)
+        # A first token of each request closes a window, then every ratio-th token does.
+        assert most == requests + (tokens - requests) // ratio
+
+
+@pytest.mark.parametrize("requests", [1, 2, 5])
+def test_decode_closes_one_window_a_request(requests: int) -> None:
+    assert num_closings(Mode.DECODE, Bucket(requests, requests), 4) == requests
+
+
+# Buffers ---------------------------------------------------------------------------------------
+
+
+def _shapes(plan: Plan, mode: Mode, bucket: Bucket) -> dict[str, BufferPlan]:
+    return {b.name: b for b in buffers(plan, mode, bucket)}
+
+
+def test_buffers_of_v4_nano() -> None:
+    plan = lower(load_spec("v4-nano"), Limits())
+    assert closing_ratios(plan) == (4, 32)
+    for mode, bucket, c4, c32 in (
+        (Mode.PREFILL, Bucket(256, 8), 72, 16),
+        (Mode.PREFILL, Bucket(32, 8), 16, 9),
+        (Mode.DECODE, Bucket(8, 8), 8, 8),
+        (Mode.DECODE, Bucket(1, 1), 1, 1),
+    ):
+        T, R = bucket.num_tokens, bucket.num_reqs
+        found = {name: b.shape for name, b in _shapes(plan, mode, bucket).items()}
+        assert found == {
+            **dict.fromkeys(("slots", "query_lens", "logits_rows", "do_sample"), (R,)),
+            **dict.fromkeys(("step_stamp", "stamp"), (2,)),
+            **dict.fromkeys(("input_ids", "positions", "token_to_req", "is_valid_token"), (T,)),
+            "closing_positions.4": (c4,),
+            "closing_positions.32": (c32,),
+            **{f"rope.{r}.{p}": (T, 8) for r in ("main", "compress") for p in ("cos", "sin")},
+            "window.slot_mapping": (T,),
+            "window.read_slots": (T, 64),
+            **{f"{g}.slot_mapping": (c4,) for g in ("csa_kv", "csa_index")},
+            **{f"{g}.read_slots": (T, 2048) for g in ("csa_kv", "csa_index")},
+            **{f"{g}.num_entries": (T,) for g in ("csa_kv", "csa_index", "hca_kv")},
+            **{f"{g}.slot_mapping": (T,) for g in ("csa_state", "csa_index_state", "hca_state")},
+            **{f"{g}.read_slots": (c4, 8) for g in ("csa_state", "csa_index_state")},
+            "hca_kv.slot_mapping": (c32,),
+            "hca_kv.read_slots": (T, 256),
+            "hca_state.read_slots": (c32, 32),
+        }
+
+
+def test_the_host_writes_three_buffers() -> None:
+    plan = lower(load_spec("v4-nano"), Limits())
+    for mode in plan.modes:
+        for bucket in mode.buckets:
+            host = {
+                name for name, b in _shapes(plan, mode.mode, bucket).items() if b.producer == "host"
+            }
+            assert host == {"slots", "query_lens", "step_stamp"}
+
+
+def test_buffer_bytes() -> None:
+    found = _shapes(lower(load_spec("v4-nano"), Limits()), Mode.DECODE, Bucket(8, 8))
+    sizes = {"slots": 64, "do_sample": 8, "rope.main.cos": 8 * 8 * 4, "window.read_slots": 4096}
+    assert {name: found[name].num_bytes for name in sizes} == sizes
