@@ -59,6 +59,17 @@ def test_every_recent_token_counts(variant: str) -> None:
         assert not torch.allclose(world.oracle(other)[-1], base, atol=1e-4), back
 
 
+def test_the_window_ends_where_it_should() -> None:
+    """`window` tokens, the query's own included, and not one more."""
+    world = World(replace(SMALL, kinds=("swa",), hash_layers=0))
+    ids = world.ids(40)
+    base = world.oracle(ids)[-1]
+    for back, counts in ((1, True), (8, True), (9, False), (10, False)):
+        other = list(ids)
+        other[-back] = 2 + (ids[-back] - 1) % (world.spec.vocab_size - 2)
+        assert torch.allclose(world.oracle(other)[-1], base, atol=1e-5) is not counts, back
+
+
 def test_tokens_beyond_the_window_count_through_compressed_rows_only() -> None:
     """A model of sliding layers forgets; one with compressed layers does not."""
     for kinds, remembers in ((("swa",), False), (("hca",), True), (("csa",), True)):

@@ -189,3 +189,13 @@ def test_uniform_differs_over_seeds_and_positions() -> None:
     assert abs(float(by_seed.mean()) - 0.5) < 0.01
     again = uniform(torch.full((5000,), 7), torch.arange(5000))
     assert torch.equal(again, neighbours[0])
+
+
+@pytest.mark.xfail(strict=True, reason="index -1 where no probability is above 0")
+def test_a_row_of_nan_harms_no_other_row() -> None:
+    """One request's overflow must not end the step of all: any token, but a token."""
+    logits = torch.stack((LOGITS, torch.full((VOCAB,), float("nan")), LOGITS))
+    ones = torch.ones(3)
+    got = sample(logits, ones, torch.zeros(3, dtype=torch.int64), ones, ones * 0.5)
+    assert got[0] == got[2] == one(1.0)
+    assert 0 <= int(got[1]) < VOCAB
