@@ -62,6 +62,7 @@ def sample(
     mass = probs.cumsum(-1)
     # The first token whose cumulative mass exceeds the draw has itself a positive probability.
     chosen = (mass <= (draw * mass[:, -1])[:, None]).sum(-1)
-    last = (probs > 0).sum(-1) - 1
+    # A row of NaN has none at all; it must not take the batch down with an index of -1.
+    last = ((probs > 0).sum(-1) - 1).clamp_min(0)
     token = order.indices.gather(-1, torch.minimum(chosen, last)[:, None])[:, 0]
     return torch.where(temperature <= 0, logits.argmax(-1), token)
