@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from v4graph.program.build import ProgramSet
-    from v4graph.program.step import StepProgram
 
 MAX_RANDOM_BYTES = 10**9
 """Without a checkpoint, `program` makes up weights of at most this size."""
@@ -279,20 +278,12 @@ def _program_json(programs: ProgramSet, weights: str) -> dict[str, Any]:
             {
                 "mode": mode.mode.value,
                 **asdict(bucket),
-                "calls_per_step": _calls(programs.programs[mode.mode, bucket]),
+                "calls_per_step": programs.programs[mode.mode, bucket].calls_per_step(),
             }
             for mode in plan.modes
             for bucket in mode.buckets
         ],
         "recompilations": programs.compiler.recompilations,
-    }
-
-
-def _calls(program: StepProgram) -> dict[str, int]:
-    """Length of each recorded tape."""
-    return {
-        "sample" if random else "greedy": len(tape._calls)
-        for random, tape in program._tapes.items()
     }
 
 

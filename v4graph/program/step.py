@@ -169,6 +169,10 @@ class StepProgram:
             if self._compiler.enabled and not self.checked:
                 self._tapes[random] = self._record(random)
 
+    def calls_per_step(self) -> dict[str, int]:
+        """Compiled calls of a recorded step, by variant; empty where nothing was recorded."""
+        return {"sample" if random else "greedy": len(t) for random, t in self._tapes.items()}
+
     def _record(self, random: bool) -> Tape:
         calls: list[Call] = []
         self._compiler.calls = calls

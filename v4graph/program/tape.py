@@ -74,6 +74,10 @@ class Tape:
                 dead[when].append(call)
         return dead
 
+    def __len__(self) -> int:
+        """Calls of compiled regions in one step."""
+        return len(self._calls)
+
     def replay(self) -> list[Tensor]:
         """Run the step again; the recorded results, freshly computed."""
         outputs: list[Any] = []
