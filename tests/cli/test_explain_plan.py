@@ -121,7 +121,7 @@ def test_modes_json() -> None:
     assert {n for n, b in by_name.items() if b["producer"] == "host"} == {
         "slots",
         "query_lens",
-        "step_stamp",
+        "step",
     }
     assert eight["num_bytes"] == sum(b["num_bytes"] for b in eight["buffers"])
 

@@ -140,7 +140,7 @@ def test_given_buckets_are_kept() -> None:
         prefill_buckets=((16, 1), (16, 4), (64, 4)),
     )
     plan = lower(TINY.spec(), limits)
-    assert plan.mode(Mode.DECODE).buckets == (Bucket(1, 1), Bucket(2, 2), Bucket(4, 4))
+    assert plan.mode(Mode.DECODE).buckets == (Bucket(1, 1, 1), Bucket(2, 2, 1), Bucket(4, 4, 1))
     assert plan.mode(Mode.PREFILL).buckets == (Bucket(16, 1), Bucket(16, 4), Bucket(64, 4))
 
 
@@ -151,7 +151,7 @@ def test_default_buckets_hold_every_batch(tokens: int, seqs: int) -> None:
     largest = plan.mode(Mode.PREFILL).buckets[-1]
     # Every request of a prefill step computes a token at least.
     assert largest == Bucket(tokens, min(seqs, tokens))
-    assert plan.mode(Mode.DECODE).buckets[-1] == Bucket(seqs, seqs)
+    assert plan.mode(Mode.DECODE).buckets[-1] == Bucket(seqs, seqs, 1)
 
 
 # Pools -----------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_num_closings_bounds_every_split(ratio: int) -> None:
                 most,
                 sum(max(closed(n0, q) for n0 in range(ratio)) for q in (*shares, last)),
             )
-        bound = num_closings(Mode.PREFILL, Bucket(tokens, requests), ratio)
+        bound = num_closings(Bucket(tokens, requests), ratio)
         assert most <= bound, (tokens, requests)
         # A first token of each request closes a window, then every ratio-th token does.
         assert most == requests + (tokens - requests) // ratio
@@ -242,7 +242,7 @@ def test_num_closings_bounds_every_split(ratio: int) -> None:
 
 @pytest.mark.parametrize("requests", [1, 2, 5])
 def test_decode_closes_one_window_a_request(requests: int) -> None:
-    assert num_closings(Mode.DECODE, Bucket(requests, requests), 4) == requests
+    assert num_closings(Bucket(requests, requests, 1), 4) == requests
 
 
 # Buffers ---------------------------------------------------------------------------------------
@@ -258,14 +258,14 @@ def test_buffers_of_v4_nano() -> None:
     for mode, bucket, c4, c32 in (
         (Mode.PREFILL, Bucket(256, 8), 72, 16),
         (Mode.PREFILL, Bucket(32, 8), 16, 9),
-        (Mode.DECODE, Bucket(8, 8), 8, 8),
-        (Mode.DECODE, Bucket(1, 1), 1, 1),
+        (Mode.DECODE, Bucket(8, 8, 1), 8, 8),
+        (Mode.DECODE, Bucket(1, 1, 1), 1, 1),
     ):
         T, R = bucket.num_tokens, bucket.num_reqs
         found = {name: b.shape for name, b in _shapes(plan, mode, bucket).items()}
         assert found == {
             **dict.fromkeys(("slots", "query_lens", "logits_rows", "do_sample"), (R,)),
-            **dict.fromkeys(("step_stamp", "stamp"), (2,)),
+            **dict.fromkeys(("step", "stamp"), (2,)),
             **dict.fromkeys(("input_ids", "positions", "token_to_req", "is_valid_token"), (T,)),
             "closing_positions.4": (c4,),
             "closing_positions.32": (c32,),
@@ -290,10 +290,10 @@ def test_the_host_writes_three_buffers() -> None:
             host = {
                 name for name, b in _shapes(plan, mode.mode, bucket).items() if b.producer == "host"
             }
-            assert host == {"slots", "query_lens", "step_stamp"}
+            assert host == {"slots", "query_lens", "step"}
 
 
 def test_buffer_bytes() -> None:
-    found = _shapes(lower(load_spec("v4-nano"), Limits()), Mode.DECODE, Bucket(8, 8))
+    found = _shapes(lower(load_spec("v4-nano"), Limits()), Mode.DECODE, Bucket(8, 8, 1))
     sizes = {"slots": 64, "do_sample": 8, "rope.main.cos": 8 * 8 * 4, "window.read_slots": 4096}
     assert {name: found[name].num_bytes for name in sizes} == sizes

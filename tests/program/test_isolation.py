@@ -87,7 +87,7 @@ class Garbage:
         for name in ("num_tokens", "top_k", "seed"):
             state.table.scalars[name][0] = integer
         for program in runner.programs.programs.values():
-            for b in program.buffer_plans:
+            for b in program.stages[0].buffer_plans:
                 program.buf[b.name].fill_(bool(integer) if b.dtype == "bool" else integer)
 
 

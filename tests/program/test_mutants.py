@@ -12,16 +12,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.mutants import (
+    Mutant,
+    Preparation,
+    Stale,
+    StaleBuffer,
+    edits,
+    forgets,
+    plant,
+    swapped_pages,
+    swapped_slots,
+)
 from tests.support.runner import Runner, relative_error
 from tests.support.world import BOUND, small
 from v4graph.errors import ProgramError
 from v4graph.plan.buffers import buffers
 from v4graph.plan.types import Bucket, Limits, Mode
-from v4graph.program import step as step_module
-from v4graph.program.prepare import prepare
 
-Tensors = dict[str, Tensor]
-Mutant = Callable[..., None]
 LIMITS = Limits(
     max_num_seqs=3,
     max_num_batched_tokens=40,
@@ -69,55 +76,27 @@ def play() -> str | None:
 
 
 def betrayed(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> str | None:
-    monkeypatch.setattr(step_module, "prepare", mutant)
+    plant(monkeypatch, mutant)
     return play()
 
 
 def test_without_a_fault_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert betrayed(monkeypatch, lambda *args: prepare(*args)) is None
+    assert betrayed(monkeypatch, lambda p: p.run()) is None
 
 
 # Whole stages --------------------------------------------------------------------------------
 
 
-def skipped(plan: object, bucket: Bucket, table: Tensors, freqs: Tensors, buf: Tensors) -> None:
+def skipped(p: Preparation) -> None:
     """Prepare does not run at all."""
 
 
-def swapped_slots(
-    plan: object, bucket: Bucket, table: Tensors, freqs: Tensors, buf: Tensors
-) -> None:
-    """The two requests' rows of the table are exchanged, their token counts are not."""
-    buf["slots"][:2] = buf["slots"][:2].flip(0)
-    prepare(plan, bucket, table, freqs, buf)  # type: ignore[arg-type]
-
-
-class Stale:
-    """The buffers of the previous step are used again; with `stamped`, under a new stamp."""
-
-    def __init__(self, stamped: bool) -> None:
-        self.stamped, self.old = stamped, {}
-
-    def __call__(
-        self, plan: object, bucket: Bucket, table: Tensors, freqs: Tensors, buf: Tensors
-    ) -> None:
-        prepare(plan, bucket, table, freqs, buf)  # type: ignore[arg-type]
-        mine = {k: v.clone() for k, v in buf.items() if k not in ("slots", "query_lens")}
-        for name, values in self.old.get(bucket, {}).items():
-            if name != "step_stamp" and not (self.stamped and name == "stamp"):
-                buf[name].copy_(values)
-        self.old[bucket] = mine
-
-
-def late_lengths(
-    plan: object, bucket: Bucket, table: Tensors, freqs: Tensors, buf: Tensors
-) -> None:
+def late_lengths(p: Preparation) -> None:
     """Computed lengths are those of one step ago for requests that decode."""
-    old = dict(table)
-    decoding = buf["query_lens"] == 1
-    lengths = table["num_computed_tokens"].clone()
-    lengths[buf["slots"][decoding]] -= 1
-    prepare(plan, bucket, old | {"num_computed_tokens": lengths.clamp_min(0)}, freqs, buf)  # type: ignore[arg-type]
+    decoding = p.host["query_lens"] == 1
+    lengths = p.table["num_computed_tokens"].clone()
+    lengths[p.host["slots"][decoding]] -= 1
+    p.run(table={"num_computed_tokens": lengths.clamp_min(0)})
 
 
 @pytest.mark.parametrize(
@@ -143,84 +122,69 @@ NAMES = [
     for b in buffers(_RUNNER.plan, Mode.PREFILL, Bucket(40, 3))
     if b.producer == "prepare" and b.name != "stamp"
 ]
-UNREAD = {"token_to_req", "is_valid_token", "csa_kv.num_entries", "hca_kv.num_entries"}
-"""No region reads these, so that only being unwritten can show."""
+UNREAD = {"is_valid_token"}
+"""No region reads it, so that only being unwritten can show."""
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_buffer_that_prepare_forgets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def mutant(plan: object, bucket: Bucket, table: Tensors, freqs: Tensors, buf: Tensors) -> None:
-        poison = buf[name].clone()
-        prepare(plan, bucket, table, freqs, buf)  # type: ignore[arg-type]
-        buf[name].copy_(poison)
-
-    assert betrayed(monkeypatch, mutant)
+    assert betrayed(monkeypatch, forgets(name))
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in UNREAD])
 def test_a_buffer_left_over_from_the_step_before(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old: dict[Bucket, Tensor] = {}
-
-    def mutant(plan: object, bucket: Bucket, table: Tensors, freqs: Tensors, buf: Tensors) -> None:
-        prepare(plan, bucket, table, freqs, buf)  # type: ignore[arg-type]
-        mine = buf[name].clone()
-        buf[name].copy_(old.get(bucket, mine))
-        old[bucket] = mine
-
-    assert betrayed(monkeypatch, mutant)
+    assert betrayed(monkeypatch, StaleBuffer(name))
 
 
-def change(name: str, edit: Callable[[Tensor, Tensors], Tensor]) -> tuple[str, Mutant]:
-    def mutant(plan: object, bucket: Bucket, table: Tensors, freqs: Tensors, buf: Tensors) -> None:
-        prepare(plan, bucket, table, freqs, buf)  # type: ignore[arg-type]
-        buf[name].copy_(edit(buf[name].clone(), buf))
-
-    return name, mutant
+def edits_of(name: str, edit: Callable[[Tensor, Preparation], Tensor]) -> tuple[str, Mutant]:
+    return name, edits(name, edit)
 
 
-def _live_padding(slots: Tensor, buf: Tensors) -> Tensor:
+def _live_padding(slots: Tensor, p: Preparation) -> Tensor:
     """Padded tokens write where the first token does."""
-    return torch.where(buf["is_valid_token"], slots, slots[0])
+    return torch.where(p.buf["is_valid_token"], slots, slots[0])
 
 
-def _unmasked(slots: Tensor, buf: Tensors) -> Tensor:
+def _unmasked(slots: Tensor, p: Preparation) -> Tensor:
     """A window that does not end where it should: one row more, the oldest again."""
     return torch.where(slots < 0, slots.max(), slots)
 
 
 EDITS = {
-    "positions late": change("positions", lambda t, b: t + b["is_valid_token"].long()),
-    "ids shifted": change("input_ids", lambda t, b: t.roll(1)),
-    "logits of the row before": change("logits_rows", lambda t, b: (t - 1).clamp_min(0)),
-    "logits rows swapped": change("logits_rows", lambda t, b: t[[1, 0, 2]]),
-    "everything samples": change("do_sample", lambda t, b: b["query_lens"] > 0),
-    "nothing samples": change("do_sample", lambda t, b: torch.zeros_like(t)),
-    "padding on a live row": change("window.slot_mapping", _live_padding),
-    "window unmasked": change("window.read_slots", _unmasked),
-    "window short of its oldest row": change(
-        "window.read_slots", lambda t, b: torch.cat((torch.full_like(t[:, :1], -1), t[:, 1:]), 1)
+    "positions late": edits_of("positions", lambda t, p: t + p.buf["is_valid_token"].long()),
+    "ids shifted": edits_of("input_ids", lambda t, p: t.roll(1)),
+    "logits of the row before": edits_of("logits_rows", lambda t, p: (t - 1).clamp_min(0)),
+    "logits rows swapped": edits_of("logits_rows", lambda t, p: t[[1, 0, 2]]),
+    "everything samples": edits_of("do_sample", lambda t, p: p.host["query_lens"] > 0),
+    "nothing samples": edits_of("do_sample", lambda t, p: torch.zeros_like(t)),
+    "padding on a live row": edits_of("window.slot_mapping", _live_padding),
+    "window unmasked": edits_of("window.read_slots", _unmasked),
+    "window short of its oldest row": edits_of(
+        "window.read_slots", lambda t, p: torch.cat((torch.full_like(t[:, :1], -1), t[:, 1:]), 1)
     ),
-    "window short of its newest row": change(
-        "window.read_slots", lambda t, b: torch.cat((t[:, :-1], torch.full_like(t[:, :1], -1)), 1)
+    "window short of its newest row": edits_of(
+        "window.read_slots", lambda t, p: torch.cat((t[:, :-1], torch.full_like(t[:, :1], -1)), 1)
     ),
-    "window of the token before": change("window.read_slots", lambda t, b: t.roll(1, 0)),
-    "a compressed row too many": change("csa_index.num_entries", lambda t, b: t + 1),
-    "a compressed row too few": change("csa_index.num_entries", lambda t, b: (t - 1).clamp_min(0)),
-    "index rows of another token": change("csa_index.read_slots", lambda t, b: t.flip(0)),
-    "compressed rows of another token": change("hca_kv.read_slots", lambda t, b: t.flip(0)),
-    "closed rows one further": change(
-        "csa_kv.slot_mapping", lambda t, b: torch.where(t > 0, t + 1, t)
+    "window of the token before": edits_of("window.read_slots", lambda t, p: t.roll(1, 0)),
+    "a compressed row too many": edits_of("csa_index.num_entries", lambda t, p: t + 1),
+    "a compressed row too few": edits_of(
+        "csa_index.num_entries", lambda t, p: (t - 1).clamp_min(0)
     ),
-    "closed rows dropped": change("hca_kv.slot_mapping", lambda t, b: torch.zeros_like(t)),
-    "no slot means slot 0 of a live page": change(
-        "csa_kv.slot_mapping", lambda t, b: torch.where(t == 0, t.max(), t)
+    "index rows of another token": edits_of("csa_index.read_slots", lambda t, p: t.flip(0)),
+    "compressed rows of another token": edits_of("hca_kv.read_slots", lambda t, p: t.flip(0)),
+    "closed rows one further": edits_of(
+        "csa_kv.slot_mapping", lambda t, p: torch.where(t > 0, t + 1, t)
     ),
-    "window start off": change("closing_positions.4", lambda t, b: torch.where(t >= 0, t + 1, t)),
-    "state rows shifted": change("csa_state.read_slots", lambda t, b: t.roll(1, 1)),
-    "state of the null row": change("hca_state.slot_mapping", lambda t, b: torch.zeros_like(t)),
-    "rope turned back": change("rope.compress.sin", lambda t, b: -t),
+    "closed rows dropped": edits_of("hca_kv.slot_mapping", lambda t, p: torch.zeros_like(t)),
+    "no slot means slot 0 of a live page": edits_of(
+        "csa_kv.slot_mapping", lambda t, p: torch.where(t == 0, t.max(), t)
+    ),
+    "window start off": edits_of("closing_positions.4", lambda t, p: torch.where(t >= 0, t + 1, t)),
+    "state rows shifted": edits_of("csa_state.read_slots", lambda t, p: t.roll(1, 1)),
+    "state of the null row": edits_of("hca_state.slot_mapping", lambda t, p: torch.zeros_like(t)),
+    "rope turned back": edits_of("rope.compress.sin", lambda t, p: -t),
 }
 
 
@@ -233,19 +197,15 @@ def test_faults_of_one_buffer(fault: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("group", [g.name for g in _RUNNER.plan.groups])
 def test_another_requests_pages_in_one_group(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def mutant(plan: object, bucket: Bucket, table: Tensors, freqs: Tensors, buf: Tensors) -> None:
-        key = f"block_table.{group}"
-        wrong = table[key].clone()
-        live = buf["slots"][:2]
-        wrong[live] = wrong[live.flip(0)]
-        prepare(plan, bucket, table | {key: wrong}, freqs, buf)  # type: ignore[arg-type]
-
     # Reads and writes agree on the exchange until a page comes from before it.
     calls = 0
 
-    def later(*args: object) -> None:
+    def later(p: Preparation) -> None:
         nonlocal calls
         calls += 1
-        (mutant if calls == 3 else prepare)(*args)  # type: ignore[operator]
+        if calls == 3:
+            swapped_pages(p, group)
+        else:
+            p.run()
 
     assert betrayed(monkeypatch, later)

@@ -15,7 +15,7 @@ from v4graph.errors import ProgramError
 from v4graph.model.rope import inverse_frequencies
 from v4graph.ops.rope import cos_sin
 from v4graph.plan.types import GroupPlan, Mode
-from v4graph.program.step import MODE_NUMBERS, StepProgram
+from v4graph.program.prepare import MODE_NUMBERS, StepProgram
 
 Batch = list[tuple[Request, int]]
 
@@ -140,14 +140,14 @@ def test_nothing_survives_from_before(mode: Mode) -> None:
         counts = [r.num_tokens - r.num_computed_tokens for r in requests]
         program = runner.programs.dispatch(mode, sum(counts), 2)
         program.checked = False  # else the program itself would poison them
-        for b in program.buffer_plans:
+        for b in program.stages[0].buffer_plans:
             if b.producer == "prepare":
                 program.buf[b.name].fill_(bool(garbage) if b.dtype == "bool" else garbage)
         runner.step(list(zip(requests, counts, strict=True)), mode)
         seen.append({name: t.clone() for name, t in program.buf.items()})
     for other in seen[1:]:
         for name, tensor in seen[0].items():
-            if name not in ("step_stamp", "stamp"):
+            if name not in ("step", "stamp"):
                 assert torch.equal(tensor, other[name]), name
 
 
@@ -180,7 +180,7 @@ def test_buffers_keep_their_addresses() -> None:
 def test_buffers_are_those_of_the_plan() -> None:
     runner = small().runner()
     for program in runner.programs.programs.values():
-        for b in program.buffer_plans:
+        for b in program.stages[0].buffer_plans:
             tensor = program.buf[b.name]
             assert tuple(tensor.shape) == b.shape
             assert tensor.dtype is getattr(torch, b.dtype)

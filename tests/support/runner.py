@@ -56,10 +56,9 @@ class Runner:
         program = self.programs.dispatch(mode, sum(counts), len(counts))
         self._step += 1
         result = program.run([r.slot for r, _ in batch], counts, self._step, False)
-        for (request, count), token in zip(batch, result.tokens.tolist(), strict=False):
+        for (request, count), tokens in zip(batch, result.tokens.tolist(), strict=False):
             request.num_computed_tokens += count
-            if token >= 0:
-                request.token_ids.append(token)
+            request.token_ids += [t for t in tokens if t >= 0]
             self.pages.free_unreadable(request)
         return result.logits[: len(batch)]
 

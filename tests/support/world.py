@@ -13,7 +13,7 @@ from v4graph.engine.request import Request
 from v4graph.model.params import random_params
 from v4graph.model.recompute import RecomputeModel
 from v4graph.plan.types import GroupPlan, Limits
-from v4graph.program.step import ModelState
+from v4graph.program.stage import ModelState
 from v4graph.spec.model import ModelSpec
 
 BOUND = 1e-4
@@ -66,12 +66,11 @@ def small() -> World:
 
 def pools_of(spec: ModelSpec, state: ModelState) -> dict[tuple[int, str], tuple[GroupPlan, Tensor]]:
     """Every page pool by (layer, cache role), with its group."""
-    out = {}
-    for layer, pools in zip(state.plan.layers, state.pools, strict=True):
-        caches = dict(spec.attention[layer.attention].caches)
-        for role, pool in pools.items():
-            out[layer.index, role] = (state.plan.group(caches[role]), pool)
-    return out
+    return {
+        (layer.index, role): (state.plan.group(name), pool)
+        for block, layer, role, name, pool in state.all_pools()
+        if block == "layers"
+    }
 
 
 def owned_rows(group: GroupPlan, requests: list[Request]) -> set[int]:

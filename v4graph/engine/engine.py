@@ -12,6 +12,7 @@ import torch
 
 from v4graph.engine.pages import PageManager
 from v4graph.engine.request import FinishReason, Request, SamplingParams, StepOutput
+from v4graph.engine.rounds import DraftCounts, Injector, Readback, Recorder, Round, RoundRecord
 from v4graph.engine.scheduler import ScheduledBatch, Scheduler
 from v4graph.errors import PlanError, RequestError
 from v4graph.model.loader import load_params
@@ -43,8 +44,14 @@ class EngineConfig:
     prefill_buckets: tuple[tuple[int, int], ...] = ()
     greedy_only: bool = False
     """Build no sampling programs; requests with a temperature are refused."""
+    speculative: str | None = None
+    """An entry of the spec's `speculative`; None is the first one."""
+    num_draft_tokens: int | None = None
+    """Drafts a round; None is the mode's own number."""
+    overlap: bool = True
+    """Launch a round before the tokens of the last one are read."""
 
-    def limits(self) -> Limits:
+    def limits(self, spec: ModelSpec) -> Limits:
         """The plan's view of this configuration."""
         return Limits(
             max_num_seqs=self.max_num_seqs,
@@ -55,6 +62,9 @@ class EngineConfig:
             decode_buckets=self.decode_buckets,
             prefill_buckets=self.prefill_buckets,
             greedy_only=self.greedy_only,
+            speculative=self.speculative or next(iter(spec.speculative), "none"),
+            num_draft_tokens=self.num_draft_tokens or 0,
+            overlap=self.overlap,
         )
 
     def torch_device(self) -> torch.device:
@@ -113,6 +123,12 @@ class LLMEngine:
         self._arrivals = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
+        self._unread: Round | None = None
+        self.draft_counts = DraftCounts()
+        self.recorder: Recorder | None = None
+        """Called for every verification, in order; reads drafts back, so it costs a wait."""
+        self.draft_injector: Injector | None = None
+        """Asked before every verification; needs an engine without overlap."""
 
     @classmethod
     def from_params(
@@ -125,7 +141,7 @@ class LLMEngine:
         """Build an engine around parameters in memory (see `v4graph.model.params`)."""
         if config.kernels != "reference":
             raise PlanError(f"kernels {config.kernels!r}: this version has 'reference' only")
-        plan = lower(spec, config.limits())
+        plan = lower(spec, config.limits(spec))
         state = build_state(spec, plan, params, config.torch_device(), config.checked)
         programs = ProgramSet(state, Compiler(config.compile), config.checked)
         _warm_up(programs, progress)
@@ -203,47 +219,109 @@ class LLMEngine:
 
     def has_unfinished(self) -> bool:
         """Whether a step would have work."""
-        return bool(self._requests)
+        return bool(self._requests) or self._unread is not None
 
     # Steps -------------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
-        """Run one step program; [] when there is nothing to do or no token came out."""
+        """Launch a round and read one: the same, or with overlap the one before.
+
+        Returns [] when there was nothing to do or no token came out.
+        """
         batch = self.scheduler.schedule()
-        if batch is None:
+        launched = self._launch(batch) if batch is not None else None
+        if not self.plan.limits.overlap:
+            return [] if launched is None else self._read(launched)
+        unread, self._unread = self._unread, launched
+        if unread is None:
             return []
+        if launched is None:
+            self._step += 1
+            self.programs.dispatch(Mode.IDLE, 0, 0).run([], [], self._step, False)
+        return self._read(unread)
+
+    def _launch(self, batch: ScheduledBatch) -> Round:
         self._step += 1
         counts = batch.num_scheduled_tokens
         program = self.programs.dispatch(batch.mode, sum(counts), len(counts))
+        verifying = batch.mode is Mode.TARGET_VERIFY
+        if verifying and self.draft_injector is not None:
+            self._inject(batch.requests)
+        drafts = self._drafts(batch.requests) if verifying and self.recorder else []
         result = program.run(
             [r.slot for r in batch.requests],
             counts,
             self._step,
             any(r.params.temperature > 0 for r in batch.requests),
         )
-        return self._process(batch, result.tokens.tolist())
+        preemptions = [r.num_preemptions for r in batch.requests]
+        return Round(batch, Readback(result.tokens), preemptions, drafts)
 
-    def _process(self, batch: ScheduledBatch, tokens: list[int]) -> list[StepOutput]:
+    def _inject(self, requests: list[Request]) -> None:
+        assert self.draft_injector is not None  # noqa: S101 (the caller asked)
+        if self.plan.limits.overlap:
+            raise PlanError("drafts can be injected only with overlap off: they follow the tokens")
+        for request in requests:
+            forced = self.draft_injector(request)
+            if forced is not None:
+                self.programs.state.table.force_drafts(request.slot, forced)
+
+    def _drafts(self, requests: list[Request]) -> list[list[int]]:
+        table = self.programs.state.table
+        slots = torch.tensor([r.slot for r in requests], device=table.device)
+        room = (self.max_model_len - 1 - table.scalars["num_tokens"][slots]).clamp_min(0)
+        counts = torch.minimum(table.scalars["num_drafts"][slots], room).tolist()
+        rows = table.draft_tokens[slots].tolist()
+        return [row[:n] for row, n in zip(rows, counts, strict=True)]
+
+    def _read(self, done: Round) -> list[StepOutput]:
         outputs = []
-        for request, count, token in zip(
-            batch.requests, batch.num_scheduled_tokens, tokens, strict=False
+        verifying = done.batch.mode is Mode.TARGET_VERIFY
+        rows = done.tokens.wait()
+        for i, (request, count) in enumerate(
+            zip(done.batch.requests, done.batch.num_scheduled_tokens, strict=True)
         ):
-            request.num_computed_tokens += count
-            if token < 0:
+            if self._requests.get(request.request_id) is not request:
+                continue  # aborted, or it ended in the round before
+            tokens = rows[i]
+            if verifying:
+                self._count_round(request, count - 1, tokens, done, i)
+            output = self._append(request, tokens)
+            if output is not None:
+                outputs.append(output)
+            if output is None or output.finish_reason is None:
                 self.pages.free_unreadable(request)
-                continue
-            if request.num_generated_tokens == 0:
-                self._prompt_tokens += request.num_prompt_tokens
-            request.token_ids.append(token)
-            self._generated_tokens += 1
-            reason = self._finish_reason(request, token)
-            if reason is None:
-                self.pages.free_unreadable(request)
-            else:
-                del self._requests[request.request_id]
-                self.scheduler.finish(request)
-            outputs.append(StepOutput(request.request_id, [token], reason))
         return outputs
+
+    def _count_round(
+        self, request: Request, num_drafts: int, tokens: list[int], done: Round, index: int
+    ) -> None:
+        if request.num_preemptions == done.preemptions[index]:
+            request.num_computed_tokens += len(tokens) - 1
+            request.num_unread_drafts -= num_drafts
+        room = max(self.max_model_len - 1 - request.num_tokens, 0)
+        self.draft_counts.add(min(num_drafts, room), len(tokens) - 1)
+        if self.recorder is not None:
+            known = request.num_tokens
+            self.recorder(RoundRecord(request.request_id, known, done.drafts[index], tokens))
+
+    def _append(self, request: Request, tokens: list[int]) -> StepOutput | None:
+        """Give a request its new tokens, up to one that ends it; None when there are none."""
+        if tokens and request.num_generated_tokens == 0:
+            self._prompt_tokens += request.num_prompt_tokens
+        kept: list[int] = []
+        reason = None
+        for token in tokens:
+            request.token_ids.append(token)
+            kept.append(token)
+            reason = self._finish_reason(request, token)
+            if reason is not None:
+                break
+        self._generated_tokens += len(kept)
+        if reason is not None:
+            del self._requests[request.request_id]
+            self.scheduler.finish(request)
+        return StepOutput(request.request_id, kept, reason) if kept else None
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
         p = request.params
@@ -265,6 +343,9 @@ class LLMEngine:
             "num_steps": self._step,
             "prompt_tokens": self._prompt_tokens,
             "generation_tokens": self._generated_tokens,
+            "num_rounds": self.draft_counts.rounds,
+            "draft_tokens": self.draft_counts.drafts,
+            "accepted_draft_tokens": self.draft_counts.accepted,
             "num_recompilations": self.programs.compiler.recompilations,
         }
         for name, pool in self.pages.pools.items():

@@ -70,11 +70,17 @@ class PageManager:
         self.pools = {g.name: PagePool(g) for g in plan.groups}
 
     def missing(self, request: Request, num_tokens: int) -> dict[str, list[int]]:
-        """Blocks, by group, that computing `num_tokens` more tokens needs beyond those held."""
-        first, last = request.num_computed_tokens, request.num_computed_tokens + num_tokens - 1
+        """Blocks, by group, that a step of `num_tokens` tokens needs beyond those held.
+
+        They reach from the oldest row that it may read to the last that it may write: accepted
+        drafts that the host has not read yet and the guesses of drafting count.
+        """
+        first = request.num_computed_tokens
+        end = first + request.num_unread_drafts + num_tokens
         out = {}
         for g in self.plan.groups:
             begin = max(first - g.kept_tokens + 1, 0) if g.kept_tokens else 0
+            last = min(end + g.draft_ahead, self.plan.max_model_len) - 1
             held = request.pages.get(g.name, {})
             blocks = range(begin // g.page_tokens, last // g.page_tokens + 1)
             out[g.name] = [b for b in blocks if b not in held]
@@ -115,8 +121,12 @@ class PageManager:
 
     def fits_alone(self, num_tokens: int) -> bool:
         """Whether a request of this length could run with the pools to itself."""
+        behind = self.plan.speculation.verify_width + self.plan.unknown_tokens
         return all(
-            g.kept_tokens or g.num_pages - 1 >= g.pages_for(num_tokens) for g in self.plan.groups
+            g.kept_tokens
+            or g.num_pages - 1
+            >= g.pages_for(min(num_tokens + behind + g.draft_ahead, self.plan.max_model_len))
+            for g in self.plan.groups
         )
 
     def check_integrity(self, running: list[Request]) -> None:

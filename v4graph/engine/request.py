@@ -75,7 +75,9 @@ class Request:
 
     Attributes:
         token_ids: prompt and generated tokens.
-        num_computed_tokens: tokens whose cache rows are valid.
+        num_computed_tokens: tokens whose cache rows are valid once every launched step is done; of
+            a round whose tokens are not read yet, the one that it surely adds.
+        num_unread_drafts: drafts of such a round: it may have computed so many tokens more.
         slot: request-table row while running, 0 while waiting.
         arrival: admission order; the latest is preempted first.
     """
@@ -87,6 +89,7 @@ class Request:
     seed: int
     arrival: int
     num_computed_tokens: int = 0
+    num_unread_drafts: int = 0
     slot: int = 0
     num_preemptions: int = 0
     pages: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -104,5 +107,8 @@ class Request:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether more than the newest token is still to be computed."""
+        """Whether more than the newest token is still to be computed.
+
+        Also True before the first step; False from the launch of a prompt's last chunk on.
+        """
         return self.num_tokens - self.num_computed_tokens > 1

@@ -1,8 +1,12 @@
 """Which requests take part in the next step, and how many tokens each computes.
 
 First come, first served. A step is either a prefill step (chunks of prompts up to the token budget)
-or a decode step (one token of every running request whose prompt is done); while both have work
-they alternate, so that neither long prompts nor running requests starve the other.
+or a decode step (the newest token of every running request whose prompt is done, and its drafts);
+while both have work they alternate, so that neither long prompts nor running requests starve the
+other.
+
+A request's `num_computed_tokens` moves on when its step is scheduled, not when its tokens are read:
+so the next step can be scheduled in between.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self._slots = list(range(plan.limits.max_num_seqs, 0, -1))
-        self._last = Mode.DECODE
+        self._decode, self._width = plan.decode_mode, plan.speculation.verify_width
+        self._last = self._decode
         largest = plan.mode(Mode.PREFILL).buckets[-1]
         self._prefill_tokens, self._prefill_reqs = largest.num_tokens, largest.num_reqs
 
@@ -43,13 +48,23 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step, with pages allocated; None when there is nothing to do."""
-        if self._last is Mode.DECODE:
+        if self._last is self._decode:
             batch = self._prefill_batch() or self._decode_batch()
         else:
             batch = self._decode_batch() or self._prefill_batch()
         if batch is not None:
             self._last = batch.mode
+            self._launch(batch)
         return batch
+
+    def _launch(self, batch: ScheduledBatch) -> None:
+        """What the step is certain to compute; a verification at least its first token."""
+        for request, count in zip(batch.requests, batch.num_scheduled_tokens, strict=True):
+            if batch.mode is Mode.TARGET_VERIFY:
+                request.num_computed_tokens += 1
+                request.num_unread_drafts += count - 1
+            else:
+                request.num_computed_tokens += count
 
     def finish(self, request: Request) -> None:
         """Drop a running or waiting request and free what it holds."""
@@ -63,7 +78,7 @@ class Scheduler:
         """Take a running request's pages back; it is recomputed from its tokens later."""
         self.running.remove(request)
         self._release(request)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_unread_drafts = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(request)
@@ -79,11 +94,11 @@ class Scheduler:
         for request in sorted(self.running, key=lambda r: r.arrival):
             if request.is_prefilling or request not in self.running:
                 continue
-            if self._make_room(request, 1):
+            if self._make_room(request, self._width):
                 batch.append(request)
         # A later request may have been preempted for an earlier one after it was chosen.
         batch = [r for r in batch if r in self.running]
-        return ScheduledBatch(Mode.DECODE, batch, [1] * len(batch)) if batch else None
+        return ScheduledBatch(self._decode, batch, [self._width] * len(batch)) if batch else None
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Allocate for `num_tokens`, preempting the latest arrivals; False if it went itself."""

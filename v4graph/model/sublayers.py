@@ -290,9 +290,9 @@ class Head:
         streams = self.config.streams if isinstance(self.config, HyperConnections) else 1
         return embedding[ids][:, None].expand(-1, streams, -1).contiguous()
 
-    def logits(self, x_TND: Tensor, rows: Tensor, w: Tensors) -> Tensor:
-        """Float32 logits `[R, V]` of the tokens at `rows [R]`."""
-        x = x_TND[rows]
+    def logits(self, x_TND: Tensor, rows: Tensor | None, w: Tensors) -> Tensor:
+        """Float32 logits `[R, V]` of the tokens at `rows [R]`; of all of them without `rows`."""
+        x = x_TND if rows is None else x_TND[rows]
         if isinstance(self.config, HyperConnections):
             x = hyper_head(
                 x,

@@ -17,15 +17,22 @@ from v4graph.plan.types import (
     Mode,
     ModePlan,
     Plan,
+    SpeculationPlan,
+    ring_tokens,
+    unknown_tokens,
 )
+from v4graph.plan.verify import verify_plan
 from v4graph.plan.weights import inventory
 from v4graph.spec.model import (
     CompressedGroup,
     CompressorStateGroup,
     ModelSpec,
+    NoSpeculation,
     SlidingWindowGroup,
+    SparseAttention,
 )
 
+MAX_DRAFT_TOKENS = 8
 _ROW_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
@@ -37,22 +44,26 @@ def lower(spec: ModelSpec, limits: Limits) -> Plan:
             implementation in this version.
     """
     limits, max_model_len = _resolve(spec, limits)
+    speculation = speculation_plan(spec, limits)
+    limits = replace(limits, num_draft_tokens=speculation.num_draft_tokens)
     layers = tuple(LayerPlan(i, a, f) for i, (a, f) in enumerate(spec.layer_kinds))
-    ropes = sorted({spec.attention[layer.attention].rope for layer in layers})
-    shapes = _group_shapes(spec, limits, max_model_len, layers)
-    groups = _size_pools(shapes, limits, max_model_len)
+    shapes = _group_shapes(spec, limits, max_model_len, layers, speculation)
+    groups = _size_pools(shapes, limits, max_model_len, speculation)
     tensors = inventory(spec)
     pools = sum(g.num_pages * g.page_bytes for g in groups)
-    table = _table_bytes(groups, limits, max_model_len)
+    table = _table_bytes(spec, groups, limits, max_model_len)
     weight_bytes = sum(t.num_bytes for t in tensors)
-    return Plan(
+    plan = Plan(
         name=spec.name,
         limits=limits,
         max_model_len=max_model_len,
         layers=layers,
-        rope_dims=tuple((name, spec.rope[name].dim) for name in ropes),
+        speculation=speculation,
+        rope_dims=_rope_dims(spec, layers),
+        draft_rope_dims=_rope_dims(spec, speculation.layers),
         groups=groups,
-        modes=_modes(limits, groups),
+        index_groups=_index_groups(spec, layers),
+        modes=_modes(limits, groups, speculation),
         memory=(
             MemoryLine("weights (checkpoint)", weight_bytes),
             *(MemoryLine(f"pages {g.name}", g.num_pages * g.page_bytes) for g in groups),
@@ -61,6 +72,46 @@ def lower(spec: ModelSpec, limits: Limits) -> Plan:
         ),
         num_tensors=len(tensors),
         weight_bytes=weight_bytes,
+    )
+    verify_plan(plan)
+    return plan
+
+
+def speculation_plan(spec: ModelSpec, limits: Limits) -> SpeculationPlan:
+    """The speculative mode that `limits` choose, its number of drafts resolved."""
+    name = limits.speculative
+    mode = NoSpeculation(kind="none") if name == "none" else spec.speculative.get(name)
+    if mode is None:
+        known = ", ".join(["none", *(n for n in spec.speculative if n != "none")])
+        raise PlanError(f"speculative {name!r}: {spec.name} declares {known}")
+    if isinstance(mode, NoSpeculation):
+        if limits.num_draft_tokens:
+            raise PlanError(
+                f"num_draft_tokens {limits.num_draft_tokens}: speculative mode {name!r} drafts none"
+            )
+        return SpeculationPlan(name, "none", 0)
+    count = limits.num_draft_tokens or mode.num_draft_tokens
+    if not 1 <= count <= MAX_DRAFT_TOKENS:
+        raise PlanError(f"num_draft_tokens {count}: expected 1..{MAX_DRAFT_TOKENS}")
+    if mode.num_layers != 1:
+        raise PlanError(
+            f"speculative {name!r}: num_layers {mode.num_layers} has no round in this version; "
+            "expected 1 (one layer that drafts recurrently)"
+        )
+    return SpeculationPlan(name, "mtp", count, (LayerPlan(0, mode.attention, mode.ffn),))
+
+
+def _rope_dims(spec: ModelSpec, layers: Sequence[LayerPlan]) -> tuple[tuple[str, int], ...]:
+    names = sorted({spec.attention[layer.attention].rope for layer in layers})
+    return tuple((name, spec.rope[name].dim) for name in names)
+
+
+def _index_groups(spec: ModelSpec, layers: Sequence[LayerPlan]) -> tuple[str, ...]:
+    kinds = {layer.attention for layer in layers}
+    return tuple(
+        sorted(
+            {a.caches.index for k in kinds if isinstance(a := spec.attention[k], SparseAttention)}
+        )
     )
 
 
@@ -112,20 +163,28 @@ def _check_buckets(
 
 
 def _group_shapes(
-    spec: ModelSpec, limits: Limits, max_model_len: int, layers: tuple[LayerPlan, ...]
+    spec: ModelSpec,
+    limits: Limits,
+    max_model_len: int,
+    layers: tuple[LayerPlan, ...],
+    speculation: SpeculationPlan,
 ) -> list[GroupPlan]:
     """Groups without their pool sizes (`num_pages` 0)."""
-    width = limits.num_draft_tokens + 1
-    in_flight = max(limits.max_num_batched_tokens, width)
-    out = []
-    for name, group in spec.cache_groups.items():
-        users = tuple(
+
+    def users_of(name: str, of: tuple[LayerPlan, ...]) -> tuple[int, ...]:
+        return tuple(
             layer.index
-            for layer in layers
+            for layer in of
             if name in dict(spec.attention[layer.attention].caches).values()
         )
-        if not users:
+
+    out = []
+    for name, group in spec.cache_groups.items():
+        users, draft_users = users_of(name, layers), users_of(name, speculation.layers)
+        if not users and not draft_users:
             continue
+        # The first draft comes from the newest computed row, each further one from a row behind.
+        ahead = max(speculation.num_draft_tokens - 1, 0) if draft_users else 0
         if isinstance(group, SlidingWindowGroup):
             ratio, span, dim, every = 1, group.window, group.row.dim, 1
             dtype = _row_dtype(name, group.row.format, limits.dtype)
@@ -137,29 +196,30 @@ def _group_shapes(
             halves = 2 if of.overlap else 1
             ratio, span, every = 1, of.ratio * halves, of.ratio
             dim, dtype = 2 * of.row.dim * halves, "float32"
-        # R3: a range of `span` rows plus the verify width less one survives any rejection.
-        kept = span + width - 1
         full = ceil(max_model_len / group.page_tokens)
-        ring = ceil((kept + in_flight) / group.page_tokens) + 1
-        columns = full if span == 0 else min(full, ring)
-        out.append(
-            GroupPlan(
-                name=name,
-                kind=group.kind,
-                layers=users,
-                row_dim=dim,
-                row_dtype=dtype,
-                ratio=ratio,
-                closes_every=every,
-                span=span,
-                page_tokens=group.page_tokens,
-                page_rows=group.page_tokens // ratio,
-                kept_tokens=0 if span == 0 else kept,
-                table_width=columns,
-                pages_per_seq=columns,
-                num_pages=0,
-            )
+        shape = GroupPlan(
+            name=name,
+            kind=group.kind,
+            layers=users,
+            draft_layers=draft_users,
+            row_dim=dim,
+            row_dtype=dtype,
+            ratio=ratio,
+            closes_every=every,
+            span=span,
+            page_tokens=group.page_tokens,
+            page_rows=group.page_tokens // ratio,
+            kept_tokens=span,
+            draft_ahead=ahead,
+            table_width=full,
+            pages_per_seq=full,
+            num_pages=0,
         )
+        if span:
+            ring = shape.touched_pages(ring_tokens(shape, limits, speculation))
+            columns = min(full, ring)
+            shape = replace(shape, table_width=columns, pages_per_seq=columns)
+        out.append(shape)
     return out
 
 
@@ -182,7 +242,7 @@ def _row_dtype(name: str, row_format: str, compute: str) -> str:
 
 
 def _size_pools(
-    shapes: list[GroupPlan], limits: Limits, max_model_len: int
+    shapes: list[GroupPlan], limits: Limits, max_model_len: int, speculation: SpeculationPlan
 ) -> tuple[GroupPlan, ...]:
     """Give every group pages for the most history tokens that the memory allows.
 
@@ -190,18 +250,22 @@ def _size_pools(
     to their bytes per token, with one partly filled page a sequence on top.
     """
     seqs = limits.max_num_seqs
+    width = speculation.verify_width + unknown_tokens(limits, speculation)
 
     def sized(tokens: int) -> list[GroupPlan]:
         out = []
         for g in shapes:
+            ahead = width + g.draft_ahead
             if g.kept_tokens:
-                # Idle sequences hold the kept range; the tokens of one step are shared.
-                resting = min(g.table_width, ceil((g.kept_tokens - 1) / g.page_tokens) + 1)
+                # Sequences that decode hold the kept range and the look-ahead; the tokens of one
+                # prefill step are shared.
+                held = g.touched_pages(g.kept_tokens - 1 + ahead)
                 flight = ceil(limits.max_num_batched_tokens / g.page_tokens) + seqs
-                pages = min(seqs * resting + flight, seqs * g.table_width)
+                pages = min(seqs * min(held, g.table_width) + flight, seqs * g.table_width)
                 pages = max(pages, g.table_width)
             else:
-                pages = min(ceil(tokens / g.page_tokens) + seqs - 1, seqs * g.table_width)
+                partly = seqs * (1 + ceil((ahead - 1) / g.page_tokens)) - 1
+                pages = min(ceil(tokens / g.page_tokens) + partly, seqs * g.table_width)
             out.append(replace(g, num_pages=1 + pages))
         return out
 
@@ -223,19 +287,58 @@ def _size_pools(
     return tuple(sized(low))
 
 
-def _table_bytes(groups: Sequence[GroupPlan], limits: Limits, max_model_len: int) -> int:
-    slots = limits.max_num_seqs + 1
+def _table_bytes(
+    spec: ModelSpec, groups: Sequence[GroupPlan], limits: Limits, max_model_len: int
+) -> int:
+    slots, k = limits.max_num_seqs + 1, limits.num_draft_tokens
     columns = sum(g.table_width for g in groups) * DTYPES["int64"]
     tokens = (max_model_len + 1) * DTYPES["int64"]
-    scalars = 7 * DTYPES["int64"]
-    return slots * (columns + tokens + scalars)
+    scalars = (8 + k) * DTYPES["int64"]
+    draft_probs = 0 if limits.greedy_only else k * spec.vocab_size * DTYPES["float32"]
+    return slots * (columns + tokens + scalars + draft_probs)
 
 
-def _modes(limits: Limits, groups: Sequence[GroupPlan]) -> tuple[ModePlan, ...]:
-    names = tuple(g.name for g in groups)
+def _modes(
+    limits: Limits, groups: Sequence[GroupPlan], speculation: SpeculationPlan
+) -> tuple[ModePlan, ...]:
+    main = tuple(g.name for g in groups if g.layers)
+    draft = tuple(g.name for g in groups if g.draft_layers)
+    width, sizes = speculation.verify_width, limits.decode_buckets
     prefill = tuple(Bucket(t, r) for t, r in limits.prefill_buckets)
-    decode = tuple(Bucket(n, n) for n in limits.decode_buckets)
-    return (
-        ModePlan(Mode.PREFILL, 0, prefill, names, names, "last_token"),
-        ModePlan(Mode.DECODE, 1, decode, names, names, "last_token"),
-    )
+    verify = tuple(Bucket(n * width, n, width) for n in sizes)
+    single = tuple(Bucket(n, n, 1) for n in sizes)
+    kept = "all" if speculation.layers else "none"
+    out = [ModePlan(Mode.PREFILL, "main", 0, prefill, main, main, "last_token", kept)]
+    if width == 1:
+        out.append(ModePlan(Mode.DECODE, "main", 1, single, main, main, "last_token", "none"))
+    else:
+        out.append(ModePlan(Mode.TARGET_VERIFY, "main", width, verify, main, main, "all", kept))
+    if speculation.layers:
+        extend = ModePlan(
+            Mode.DRAFT_EXTEND,
+            "draft",
+            0,
+            (*prefill, *verify),
+            draft,
+            draft,
+            "last_token",
+            "last_token",
+        )
+        out.append(extend)
+        if width > 2:
+            drafting = {*sizes, *(r for _, r in limits.prefill_buckets)}
+            buckets = tuple(Bucket(n, n, 1) for n in sorted(drafting))
+            out.append(
+                ModePlan(
+                    Mode.DRAFT_DECODE,
+                    "draft",
+                    1,
+                    buckets,
+                    draft,
+                    draft,
+                    "last_token",
+                    "last_token",
+                )
+            )
+    out.append(ModePlan(Mode.IDLE, "none", 0, (Bucket(1, 1, 1),), (), (), "none", "none"))
+    return tuple(out)

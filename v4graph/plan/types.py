@@ -37,7 +37,12 @@ class Limits:
     kv_memory_bytes: int = 0
     """Bytes for page pools; 0 stands for what `max_num_seqs` full-length sequences need."""
     dtype: str = "float32"
+    speculative: str = "none"
+    """An entry of the spec's `speculative`; "none" needs no entry."""
     num_draft_tokens: int = 0
+    """Draft tokens a round; 0 stands for the speculative mode's own."""
+    overlap: bool = False
+    """Plan for a round that is launched before the tokens of the last one are known."""
     decode_buckets: tuple[int, ...] = ()
     """Batch sizes with a decode program; empty stands for 1 and max_num_seqs."""
     prefill_buckets: tuple[tuple[int, int], ...] = ()
@@ -57,6 +62,8 @@ class GroupPlan:
     kind: GroupKind
     layers: tuple[int, ...]
     """Main-model layers with a pool in this group."""
+    draft_layers: tuple[int, ...]
+    """Draft layers with a pool in this group."""
     row_dim: int
     row_dtype: str
     ratio: int
@@ -69,7 +76,11 @@ class GroupPlan:
     page_tokens: int
     page_rows: int
     kept_tokens: int
-    """Trailing tokens whose rows must stay; 0 keeps the whole sequence."""
+    """Trailing tokens, the newest included, whose rows a query may read; 0 keeps the whole
+    sequence."""
+    draft_ahead: int
+    """Tokens behind those of a step whose rows the drafting of the same round writes, as guesses
+    that later rounds write again."""
     table_width: int
     """Columns of the block table; a sliding group's is a ring over its pages."""
     pages_per_seq: int
@@ -80,12 +91,25 @@ class GroupPlan:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers of the group."""
-        return self.page_rows * self.row_dim * DTYPES[self.row_dtype] * len(self.layers)
+        return self.draft_page_bytes + self._pool_page_bytes * len(self.layers)
+
+    @property
+    def draft_page_bytes(self) -> int:
+        """The part of `page_bytes` that draft layers hold."""
+        return self._pool_page_bytes * len(self.draft_layers)
+
+    @property
+    def _pool_page_bytes(self) -> int:
+        return self.page_rows * self.row_dim * DTYPES[self.row_dtype]
 
     @property
     def max_entries(self) -> int:
         """Rows that a full-length sequence's table can address (history groups)."""
         return self.table_width * self.page_rows
+
+    def touched_pages(self, num_tokens: int) -> int:
+        """Most pages that so many consecutive tokens lie in, at the worst alignment."""
+        return (num_tokens + self.page_tokens - 2) // self.page_tokens + 1
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that cover `num_tokens` of history, or of the kept range of a sliding group."""
@@ -114,6 +138,8 @@ class Bucket:
 
     num_tokens: int
     num_reqs: int
+    tokens_per_req: int = 0
+    """Rows that every request owns, used or not; 0 packs requests of any length densely."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +147,16 @@ class ModePlan:
     """One forward mode: its programs' sizes and what a step reads, writes and keeps."""
 
     mode: Mode
+    layers: Literal["main", "draft", "none"]
+    """Which layers a step of this mode runs."""
     tokens_per_request: int
-    """0 when the requests of a step may differ."""
+    """Rows of a request; 0 when the requests of a step may differ."""
     buckets: tuple[Bucket, ...]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    logits: Literal["last_token", "none"]
+    logits: Literal["last_token", "all", "none"]
+    streams: Literal["last_token", "all", "none"]
+    """Residual streams that a later stage of the same round takes over."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +166,32 @@ class LayerPlan:
     index: int
     attention: str
     ffn: str
+
+
+@dataclass(frozen=True)
+class SpeculationPlan:
+    """The speculative mode that the plan was made for."""
+
+    name: str
+    kind: Literal["none", "mtp", "dspark", "ngram"]
+    num_draft_tokens: int
+    """Drafts of a round; 0 for `none`."""
+    layers: tuple[LayerPlan, ...] = ()
+    """Draft layers, by their own index."""
+
+    @property
+    def verify_width(self) -> int:
+        """Tokens of a request that a round computes: the newest one and the drafts."""
+        return self.num_draft_tokens + 1
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One forward inside a round."""
+
+    mode: Mode
+    bucket: Bucket
+    repeat: int = 1
 
 
 @dataclass(frozen=True)
@@ -154,9 +210,14 @@ class Plan:
     limits: Limits
     max_model_len: int
     layers: tuple[LayerPlan, ...]
+    speculation: SpeculationPlan
     rope_dims: tuple[tuple[str, int], ...]
     """(rope entry, rotated channels) of every rope that a layer uses."""
+    draft_rope_dims: tuple[tuple[str, int], ...]
+    """The same of the draft layers."""
     groups: tuple[GroupPlan, ...]
+    index_groups: tuple[str, ...]
+    """Compressed groups that an indexer scores."""
     modes: tuple[ModePlan, ...]
     memory: tuple[MemoryLine, ...]
     num_tensors: int
@@ -176,6 +237,52 @@ class Plan:
                 return m
         raise KeyError(mode.value)
 
+    @property
+    def decode_mode(self) -> Mode:
+        """How requests whose prompt is computed go on."""
+        return Mode.TARGET_VERIFY if self.speculation.num_draft_tokens else Mode.DECODE
+
+    @property
+    def unknown_tokens(self) -> int:
+        """Tokens by which a request may be further than the host knows when it places a round."""
+        return unknown_tokens(self.limits, self.speculation)
+
+    def rounds(self) -> tuple[tuple[Mode, Bucket], ...]:
+        """What the scheduler may dispatch: the first stage of every round, smallest first."""
+        modes = (Mode.PREFILL, self.decode_mode, Mode.IDLE)
+        return tuple((m.mode, b) for m in self.modes if m.mode in modes for b in m.buckets)
+
+    def stages(self, mode: Mode, bucket: Bucket) -> tuple[StagePlan, ...]:
+        """The forwards of the round that begins with `mode` at `bucket`, in order.
+
+        Draft layers follow the main model over the same rows, so that their caches never lag.
+        """
+        first = StagePlan(mode, bucket)
+        if mode is Mode.IDLE or not self.speculation.layers:
+            return (first,)
+        drafting = Bucket(bucket.num_reqs, bucket.num_reqs, 1)
+        more = self.speculation.num_draft_tokens - 1
+        extend = StagePlan(Mode.DRAFT_EXTEND, bucket)
+        return (first, extend, *([StagePlan(Mode.DRAFT_DECODE, drafting, more)] if more else []))
+
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values."""
         return asdict(self)
+
+
+def unknown_tokens(limits: Limits, speculation: SpeculationPlan) -> int:
+    """Accepted drafts of a round in flight, which the host has not read yet: at most this many."""
+    return speculation.num_draft_tokens if limits.overlap else 0
+
+
+def ring_tokens(group: GroupPlan, limits: Limits, speculation: SpeculationPlan) -> int:
+    """Consecutive tokens whose rows a sliding group must be able to hold at once.
+
+    From the oldest row that the next query reads (`kept_tokens - 1` before it) to the last row
+    that a step can write: a chunk of a prompt, or the width of a verification, placed by a host
+    that may not know yet how many of the last round's tokens were accepted; then the guesses of
+    drafting. A rejected token can so never overwrite a row that is still read.
+    """
+    width = speculation.verify_width + unknown_tokens(limits, speculation)
+    written = max(limits.max_num_batched_tokens, width) + group.draft_ahead
+    return group.kept_tokens - 1 + written

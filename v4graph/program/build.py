@@ -10,9 +10,10 @@ from torch import Tensor
 from v4graph.errors import ProgramError
 from v4graph.model.rope import inverse_frequencies
 from v4graph.model.sublayers import AttentionSublayer, FfnSublayer
-from v4graph.plan.types import Bucket, Mode, Plan
+from v4graph.plan.types import Bucket, LayerPlan, Mode, Plan
 from v4graph.program.compiler import Compiler
-from v4graph.program.step import ModelState, StepProgram
+from v4graph.program.stage import ModelState, Stage, Tensors
+from v4graph.program.step import StepProgram
 from v4graph.program.table import RequestTable
 from v4graph.spec.model import ModelSpec
 
@@ -30,9 +31,29 @@ def build_state(
 
     In checked mode pools start as NaN, so that reading a row nobody wrote shows in the logits.
     """
+    layers, pools = _layers("layers", plan.layers, spec, plan, params, device, checked)
+    draft = _layers("mtp", plan.speculation.layers, spec, plan, params, device, checked)
+    own = {k: v for k, v in params.items() if not k.startswith(("layers.", "mtp."))}
+    top = {k: _place(k, v, device) for k, v in own.items()}
+    names = {name for name, _ in (*plan.rope_dims, *plan.draft_rope_dims)}
+    freqs = {name: inverse_frequencies(spec.rope[name]).to(device) for name in sorted(names)}
+    table = RequestTable(plan, spec.vocab_size, device)
+    return ModelState(spec, plan, layers, draft[0], top, pools, draft[1], freqs, table)
+
+
+def _layers(
+    block: str,
+    kinds: Sequence[LayerPlan],
+    spec: ModelSpec,
+    plan: Plan,
+    params: Mapping[str, Tensor],
+    device: torch.device,
+    checked: bool,
+) -> tuple[list[Tensors], list[Tensors]]:
+    """Packed weights and page pools of each layer stored under `block.N`."""
     layers, pools = [], []
-    for layer in plan.layers:
-        prefix = f"layers.{layer.index}."
+    for layer in kinds:
+        prefix = f"{block}.{layer.index}."
         own = {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
         packed = FfnSublayer(spec, layer.ffn).pack(
             AttentionSublayer(spec, layer.attention).pack(own)
@@ -40,14 +61,20 @@ def build_state(
         layers.append({k: _place(k, v, device) for k, v in packed.items()})
         caches = dict(spec.attention[layer.attention].caches)
         pools.append({role: _pool(plan, name, device, checked) for role, name in caches.items()})
-    own = {k: v for k, v in params.items() if not k.startswith(("layers.", "mtp."))}
-    top = {k: _place(k, v, device) for k, v in own.items()}
-    freqs = {name: inverse_frequencies(spec.rope[name]).to(device) for name, _ in plan.rope_dims}
-    table = RequestTable(plan, device)
-    return ModelState(spec, plan, layers, top, pools, freqs, table)
+    return layers, pools
 
 
-_PROJECTIONS = ("attn.in", "attn.q", "attn.compress", "_fn", "gate.weight", "w13", "head.weight")
+_PROJECTIONS = (
+    "e_proj.weight",
+    "h_proj.weight",
+    "attn.in",
+    "attn.q",
+    "attn.compress",
+    "_fn",
+    "gate.weight",
+    "w13",
+    "head.weight",
+)
 _OUTPUTS = ("wo_b.weight", "w2.weight")
 
 
@@ -81,12 +108,18 @@ class ProgramSet:
     ) -> None:
         """`keys` restricts the set to some programs; all of the plan's if left out."""
         self.state, self.compiler, self.checked = state, compiler, checked
+        self._stages: dict[tuple[Mode, Bucket], Stage] = {}
         self.programs: dict[tuple[Mode, Bucket], StepProgram] = {
-            (m.mode, bucket): StepProgram(state, m.mode, bucket, compiler, checked)
-            for m in state.plan.modes
-            for bucket in m.buckets
-            if keys is None or (m.mode, bucket) in keys
+            key: StepProgram(state, *key, compiler, checked, self._stage)
+            for key in state.plan.rounds()
+            if keys is None or key in keys
         }
+
+    def _stage(self, mode: Mode, bucket: Bucket) -> Stage:
+        key = (mode, bucket)
+        if key not in self._stages:
+            self._stages[key] = Stage(self.state, mode, bucket, self.compiler)
+        return self._stages[key]
 
     def order(self) -> list[tuple[Mode, Bucket]]:
         """All programs, largest first."""

@@ -1,131 +1,212 @@
-"""The prepare and commit stages: step metadata derived on the device from the request table.
+"""The prepare stages: a step's metadata derived on the device from the request table.
 
 The host states which request slots take part and how many tokens each computes; every other value
-that a layer reads is written here, into the program's own static buffers, in the same step that
-reads it. Nothing survives from another step, mode or request.
+that a layer reads is written here, into the static buffers of that mode and bucket, in the same
+step that reads it. Nothing survives from another step, mode or request.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from v4graph.ops.rope import cos_sin
-from v4graph.plan.buffers import closing_ratios
-from v4graph.plan.types import Bucket, GroupPlan, Plan
+from v4graph.plan.buffers import closing_ratios, mode_groups, mode_ropes
+from v4graph.plan.types import Bucket, GroupPlan, Mode, Plan
+
+Tensors = dict[str, Tensor]
+MODE_NUMBERS = {mode: i for i, mode in enumerate(Mode)}
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a step: T tokens of R requests."""
+
+    slots_R: Tensor
+    first_R: Tensor
+    """Position of each request's first token in this step."""
+    lens_R: Tensor
+    """Tokens of each request; 0 for padding."""
+    offset_T: Tensor
+    """Index of each token within its request."""
+    slot_T: Tensor
+    """Request-table row of each token; 0 for padding."""
+    positions_T: Tensor
+    valid_T: Tensor
+    last_R: Tensor
+    """Row of each request's last token."""
 
 
 def prepare(
     plan: Plan,
+    mode: Mode,
     bucket: Bucket,
-    table: dict[str, Tensor],
-    freqs: dict[str, Tensor],
-    buf: dict[str, Tensor],
+    table: Tensors,
+    freqs: Tensors,
+    host: Tensors,
+    buf: Tensors,
 ) -> None:
-    """Fill every prepare-owned buffer of `buf` from `slots`, `query_lens` and the table.
+    """Fill every buffer of `buf` from the host's lists and the request table.
 
     Args:
         table: `RequestTable.tensors()`.
         freqs: rotary frequencies `[dim / 2]` by rope entry.
-        buf: the program's static buffers by name.
+        host: `slots [R]`, `query_lens [R]` and `step [1]`, int64.
+        buf: the static buffers of this mode and bucket by name.
 
     Padded requests have `query_lens` 0 and slot 0; padded tokens sit at position 0 of the null
     request, write to the null row and list no rows.
     """
-    slots, query_lens = buf["slots"], buf["query_lens"]
-    first = table["num_computed_tokens"][slots]
-    ends = query_lens.cumsum(0)
-    index = torch.arange(bucket.num_tokens, device=slots.device)
-    req = torch.searchsorted(ends, index, right=True).clamp_max(bucket.num_reqs - 1)
-    valid = index < ends[-1]
-    token_slot = torch.where(valid, slots[req], 0)
-    offset = index - (ends - query_lens)[req]
-    positions = torch.where(valid, first[req] + offset, 0)
-
-    buf["stamp"].copy_(buf["step_stamp"])
-    buf["token_to_req"].copy_(req)
-    buf["is_valid_token"].copy_(valid)
-    buf["positions"].copy_(positions)
-    buf["input_ids"].copy_(torch.where(valid, table["token_ids"][token_slot, positions], 0))
-    buf["logits_rows"].copy_((ends - 1).clamp_min(0))
-    known = table["num_tokens"][slots]
-    buf["do_sample"].copy_((query_lens > 0) & (first + query_lens == known))
-    for rope, _ in plan.rope_dims:
-        cos, sin = cos_sin(positions, freqs[rope])
+    buf["stamp"][0] = MODE_NUMBERS[mode]
+    buf["stamp"][1:] = host["step"]
+    if plan.mode(mode).layers == "none":
+        return
+    rows = _rows(plan, mode, bucket, table, host)
+    buf["is_valid_token"].copy_(rows.valid_T)
+    buf["positions"].copy_(rows.positions_T)
+    buf["input_ids"].copy_(torch.where(rows.valid_T, _input_ids(mode, rows, table), 0))
+    if mode is Mode.TARGET_VERIFY:
+        buf["num_drafts"].copy_((rows.lens_R - 1).clamp_min(0))
+    else:
+        buf["logits_rows"].copy_(rows.last_R)
+    buf["do_sample"].copy_(_due(mode, rows, table))
+    for rope, _ in mode_ropes(plan, mode):
+        cos, sin = cos_sin(rows.positions_T, freqs[rope])
         buf[f"rope.{rope}.cos"].copy_(cos)
         buf[f"rope.{rope}.sin"].copy_(sin)
-
-    closing = {r: _closings(first, query_lens, slots, r, buf) for r in closing_ratios(plan)}
-    for g in plan.groups:
+    groups = mode_groups(plan, mode)
+    closing = {r: _closings(rows, r, buf) for r in closing_ratios(groups)}
+    for g in groups:
         block_table = table[f"block_table.{g.name}"]
         if g.kind == "compressed":
-            _compressed_group(g, block_table, closing[g.ratio], token_slot, positions, valid, buf)
+            _compressed_group(g, block_table, closing[g.ratio], rows, buf)
         else:
-            written = _row_slots(g, block_table, token_slot, positions)
-            buf[f"{g.name}.slot_mapping"].copy_(torch.where(valid, written, 0))
-            last, slot = (
-                (positions, token_slot) if g.kind == "sliding_window" else closing[g.closes_every]
-            )
-            steps = torch.arange(g.span, device=slots.device)
-            listed = last[:, None] - (g.span - 1) + steps
-            rows = _row_slots(g, block_table, slot[:, None], listed.clamp_min(0))
-            seen = (listed >= 0) & (slot > 0)[:, None]
-            buf[f"{g.name}.read_slots"].copy_(torch.where(seen, rows, -1))
+            in_window = g.kind == "sliding_window"
+            read = (rows.positions_T, rows.slot_T) if in_window else closing[g.closes_every]
+            _sliding_group(g, block_table, read, rows, buf)
 
 
-def _closings(
-    first: Tensor, query_lens: Tensor, slots: Tensor, ratio: int, buf: dict[str, Tensor]
+def _rows(plan: Plan, mode: Mode, bucket: Bucket, table: Tensors, host: Tensors) -> _Rows:
+    slots, query_lens = host["slots"], host["query_lens"]
+    index = torch.arange(bucket.num_tokens, device=slots.device)
+    if bucket.tokens_per_req:
+        starts = torch.arange(bucket.num_reqs, device=slots.device) * bucket.tokens_per_req
+        req = index // bucket.tokens_per_req
+    else:
+        ends = query_lens.cumsum(0)
+        starts = ends - query_lens
+        req = torch.searchsorted(ends, index, right=True).clamp_max(bucket.num_reqs - 1)
+    first, lens = _extent(plan, mode, table, slots, query_lens)
+    offset = index - starts[req]
+    positions = first[req] + offset
+    valid = (offset < lens[req]) & (positions < plan.max_model_len)
+    return _Rows(
+        slots_R=slots,
+        first_R=first,
+        lens_R=lens,
+        offset_T=offset,
+        slot_T=torch.where(valid, slots[req], 0),
+        positions_T=torch.where(valid, positions, 0),
+        valid_T=valid,
+        last_R=(starts + lens - 1).clamp_min(0),
+    )
+
+
+def _extent(
+    plan: Plan, mode: Mode, table: Tensors, slots: Tensor, query_lens: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Position of every request's first token in this step, and its number of tokens."""
+    computed, known = table["num_computed_tokens"][slots], table["num_tokens"][slots]
+    taking_part = query_lens > 0
+    if mode is Mode.TARGET_VERIFY:
+        # The newest token, then as many drafts as the sequence can still take.
+        room = (plan.max_model_len - 1 - known).clamp_min(0)
+        drafts = torch.minimum(table["num_drafts"][slots], room)
+        return computed, torch.where(taking_part, 1 + drafts, 0)
+    if mode is Mode.DRAFT_EXTEND:
+        # The rows that the stage before has committed, now that each one's next token is known.
+        done = torch.where(taking_part, table["num_committed"][slots], 0)
+        return computed - done, done
+    if mode is Mode.DRAFT_DECODE:
+        # Draft i comes from i - 1 rows behind the newest computed one.
+        drafts = table["num_drafts"][slots]
+        return computed - 1 + drafts, (taking_part & (drafts > 0)).to(torch.int64)
+    return computed, query_lens
+
+
+def _input_ids(mode: Mode, rows: _Rows, table: Tensors) -> Tensor:
+    slot, positions = rows.slot_T, rows.positions_T
+    if mode is Mode.TARGET_VERIFY:
+        draft = (rows.offset_T - 1).clamp(0, table["draft_tokens"].shape[1] - 1)
+        known = table["token_ids"][slot, positions]
+        return torch.where(rows.offset_T == 0, known, table["draft_tokens"][slot, draft])
+    if mode is Mode.DRAFT_EXTEND:
+        return table["token_ids"][slot, positions + 1]
+    if mode is Mode.DRAFT_DECODE:
+        newest = (table["num_drafts"][slot] - 1).clamp_min(0)
+        return table["draft_tokens"][slot, newest]
+    return table["token_ids"][slot, positions]
+
+
+def _due(mode: Mode, rows: _Rows, table: Tensors) -> Tensor:
+    """Requests whose next token this step decides: `[R]` bool."""
+    some = rows.lens_R > 0
+    if mode in (Mode.TARGET_VERIFY, Mode.DRAFT_DECODE):
+        return some
+    known = table["num_tokens"][rows.slots_R]
+    # The main model decides the token behind the last known one, the draft layer one further.
+    behind = 1 if mode is Mode.DRAFT_EXTEND else 0
+    return some & (rows.first_R + rows.lens_R + behind == known)
+
+
+def _closings(rows: _Rows, ratio: int, buf: Tensors) -> tuple[Tensor, Tensor]:
     """(position, request slot) of every window that closes in this step; (-1, 0) beyond them."""
     out = buf[f"closing_positions.{ratio}"]
-    opened = first // ratio
-    counts = (first + query_lens) // ratio - opened
+    opened = rows.first_R // ratio
+    counts = (rows.first_R + rows.lens_R) // ratio - opened
     ends = counts.cumsum(0)
     index = torch.arange(out.shape[0], device=out.device)
-    req = torch.searchsorted(ends, index, right=True).clamp_max(slots.shape[0] - 1)
+    req = torch.searchsorted(ends, index, right=True).clamp_max(rows.slots_R.shape[0] - 1)
     valid = index < ends[-1]
     entry = opened[req] + index - (ends - counts)[req]
     position = torch.where(valid, (entry + 1) * ratio - 1, -1)
     out.copy_(position)
-    return position, torch.where(valid, slots[req], 0)
+    return position, torch.where(valid, rows.slots_R[req], 0)
+
+
+def _sliding_group(
+    g: GroupPlan, block_table: Tensor, read: tuple[Tensor, Tensor], rows: _Rows, buf: Tensors
+) -> None:
+    """Where each token's row goes, and the `span` rows up to each position in `read`."""
+    written = _row_slots(g, block_table, rows.slot_T, rows.positions_T)
+    buf[f"{g.name}.slot_mapping"].copy_(torch.where(rows.valid_T, written, 0))
+    last, slot = read
+    steps = torch.arange(g.span, device=last.device)
+    listed = last[:, None] - (g.span - 1) + steps
+    found = _row_slots(g, block_table, slot[:, None], listed.clamp_min(0))
+    seen = (listed >= 0) & (slot > 0)[:, None]
+    buf[f"{g.name}.read_slots"].copy_(torch.where(seen, found, -1))
 
 
 def _compressed_group(
-    g: GroupPlan,
-    block_table: Tensor,
-    closing: tuple[Tensor, Tensor],
-    token_slot: Tensor,
-    positions: Tensor,
-    valid: Tensor,
-    buf: dict[str, Tensor],
+    g: GroupPlan, block_table: Tensor, closing: tuple[Tensor, Tensor], rows: _Rows, buf: Tensors
 ) -> None:
+    """Where each closing window's row goes, and every token's visible rows."""
     position, slot = closing
     written = _row_slots(g, block_table, slot, position.clamp_min(0))
     buf[f"{g.name}.slot_mapping"].copy_(torch.where(position >= 0, written, 0))
     # A row is visible from its window's last token on: its own, not the sequence's, length counts.
-    entries = torch.where(valid, (positions + 1) // g.ratio, 0)
-    buf[f"{g.name}.num_entries"].copy_(entries)
-    entry = torch.arange(g.max_entries, device=positions.device)
-    rows = _row_slots(g, block_table, token_slot[:, None], entry * g.ratio)
-    buf[f"{g.name}.read_slots"].copy_(torch.where(entry < entries[:, None], rows, -1))
+    entries = torch.where(rows.valid_T, (rows.positions_T + 1) // g.ratio, 0)
+    if f"{g.name}.num_entries" in buf:
+        buf[f"{g.name}.num_entries"].copy_(entries)
+    entry = torch.arange(g.max_entries, device=position.device)
+    found = _row_slots(g, block_table, rows.slot_T[:, None], entry * g.ratio)
+    buf[f"{g.name}.read_slots"].copy_(torch.where(entry < entries[:, None], found, -1))
 
 
 def _row_slots(g: GroupPlan, block_table: Tensor, slot: Tensor, positions: Tensor) -> Tensor:
     """Row id in the pool of the row that stands for `positions`: page x rows + offset, int64."""
     page = block_table[slot, (positions // g.page_tokens) % g.table_width]
     return page * g.page_rows + positions % g.page_tokens // g.ratio
-
-
-def commit(table: dict[str, Tensor], buf: dict[str, Tensor], sampled: Tensor) -> Tensor:
-    """Advance the table after a step: computed lengths, and the sampled tokens where one is due.
-
-    Returns the tokens `[R]`, -1 for requests that sampled none (padding, unfinished prompts).
-    """
-    slots, due = buf["slots"], buf["do_sample"]
-    end = table["num_tokens"][slots]
-    # Requests with nothing due rewrite the null request's first token.
-    where = torch.where(due, slots, 0)
-    table["token_ids"].index_put_((where, torch.where(due, end, 0)), torch.where(due, sampled, 0))
-    table["num_computed_tokens"].index_put_((slots,), buf["query_lens"], accumulate=True)
-    table["num_tokens"].index_put_((slots,), due.to(torch.int64), accumulate=True)
-    return torch.where(due, sampled, -1)

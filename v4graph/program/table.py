@@ -14,6 +14,8 @@ from v4graph.plan.types import NULL_PAGE, Plan
 _SCALARS = {
     "num_tokens": torch.int64,  # known tokens: prompt and generated
     "num_computed_tokens": torch.int64,  # tokens whose cache rows are valid
+    "num_committed": torch.int64,  # of these, computed by the last step
+    "num_drafts": torch.int64,  # drafts that follow the known tokens
     "temperature": torch.float32,
     "top_p": torch.float32,
     "top_k": torch.int64,
@@ -27,10 +29,13 @@ class RequestTable:
     Attributes:
         token_ids: `[S, max_model_len + 1]` int64.
         scalars: `[S]` tensors by name.
+        draft_tokens: `[S, k]` int64.
+        draft_probs: `[S, k, V]` float32, what drafts of requests with a temperature were drawn
+            from; without drafts or sampling it has no elements.
         block_tables: `[S, table_width]` int64 page ids by group; the null page where unassigned.
     """
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: Plan, vocab_size: int, device: torch.device) -> None:
         slots = plan.limits.max_num_seqs + 1
         self.device = device
         self.token_ids = torch.zeros(
@@ -39,6 +44,10 @@ class RequestTable:
         self.scalars = {
             name: torch.zeros(slots, dtype=dtype, device=device) for name, dtype in _SCALARS.items()
         }
+        k = plan.speculation.num_draft_tokens
+        self.draft_tokens = torch.zeros(slots, k, dtype=torch.int64, device=device)
+        sampled = 0 if plan.limits.greedy_only else vocab_size
+        self.draft_probs = torch.zeros(slots, k, sampled, device=device)
         self.block_tables = {
             g.name: torch.full((slots, g.table_width), NULL_PAGE, dtype=torch.int64, device=device)
             for g in plan.groups
@@ -60,6 +69,8 @@ class RequestTable:
         values = {
             "num_tokens": len(token_ids),
             "num_computed_tokens": 0,
+            "num_committed": 0,
+            "num_drafts": 0,
             "temperature": temperature,
             "top_p": top_p,
             "top_k": top_k,
@@ -74,6 +85,16 @@ class RequestTable:
         where = torch.tensor(columns, dtype=torch.int64, device=self.device)
         table[slot, where] = torch.tensor(pages, dtype=torch.int64, device=self.device)
 
+    def force_drafts(self, slot: int, drafts: list[int]) -> None:
+        """Replace a request's drafts; with a temperature they count as drawn with certainty."""
+        n = len(drafts)
+        ids = torch.tensor(drafts, dtype=torch.int64, device=self.device)
+        self.draft_tokens[slot, :n] = ids
+        self.scalars["num_drafts"][slot] = n
+        if self.draft_probs.shape[-1]:
+            self.draft_probs[slot] = 0.0
+            self.draft_probs[slot, torch.arange(n, device=self.device), ids] = 1.0
+
     def release(self, slot: int) -> None:
         """Forget a request; its block tables point at the null page again."""
         for table in self.block_tables.values():
@@ -84,4 +105,5 @@ class RequestTable:
     def tensors(self) -> dict[str, Tensor]:
         """Everything a step program may read, by name."""
         tables = {f"block_table.{k}": v for k, v in self.block_tables.items()}
-        return {"token_ids": self.token_ids, **self.scalars, **tables}
+        drafts = {"draft_tokens": self.draft_tokens, "draft_probs": self.draft_probs}
+        return {"token_ids": self.token_ids, **drafts, **self.scalars, **tables}

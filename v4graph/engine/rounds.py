@@ -1,0 +1,106 @@
+"""What the host keeps of a launched round until it reads the round's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from v4graph.engine.request import Request
+from v4graph.engine.scheduler import ScheduledBatch
+
+
+class Readback:
+    """A copy of a step's tokens on its way to the host; `wait` is the only synchronisation."""
+
+    num_waits = 0
+    """Times that any host code waited for a device, over the life of the process."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._tokens.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            # The program's next run writes its own output again.
+            self._tokens = tokens.clone()
+
+    def wait(self) -> list[list[int]]:
+        """The tokens of every request, without the -1 behind the last."""
+        Readback.num_waits += 1
+        if self._event is not None:
+            self._event.synchronize()
+        return [[t for t in row if t >= 0] for row in self._tokens.tolist()]
+
+
+@dataclass(frozen=True)
+class Round:
+    """A launched round."""
+
+    batch: ScheduledBatch
+    tokens: Readback
+    preemptions: list[int]
+    """How often each request had been preempted at launch: if it has been since, its counts have
+    started anew."""
+    drafts: list[list[int]] = field(default_factory=list)
+    """The drafts that it verifies; only read back for a recorder."""
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One verification of one request, as a recorder sees it."""
+
+    request_id: str
+    num_tokens: int
+    """Known tokens before the round."""
+    drafts: list[int]
+    tokens: list[int]
+    """What the round committed, before any end of the request was applied."""
+
+
+Recorder = Callable[[RoundRecord], None]
+Injector = Callable[[Request], "list[int] | None"]
+"""Forced drafts of a request's next round; None leaves the model's own."""
+
+
+@dataclass
+class DraftCounts:
+    """Sums over verified rounds; the three rates are never the same figure (design: each under
+    its own name)."""
+
+    rounds: int = 0
+    drafts: int = 0
+    accepted: int = 0
+    proposed_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """Count one verification."""
+        self.rounds += 1
+        self.drafts += num_drafts
+        self.accepted += num_accepted
+        longest = max(num_drafts, len(self.proposed_at))
+        for counts in (self.proposed_at, self.accepted_at):
+            counts.extend([0] * (longest - len(counts)))
+        for i in range(num_drafts):
+            self.proposed_at[i] += 1
+            self.accepted_at[i] += i < num_accepted
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Committed tokens of a round, the main model's own included."""
+        return 1 + self.accepted / self.rounds if self.rounds else 0.0
+
+    @property
+    def draft_acceptance(self) -> float:
+        """Accepted drafts over proposed ones."""
+        return self.accepted / self.drafts if self.drafts else 0.0
+
+    @property
+    def approximate_rate(self) -> float:
+        """`1 - 1 / tokens_per_round`: the rate that evaluators derive from the output alone."""
+        return 1 - 1 / self.tokens_per_round if self.rounds else 0.0

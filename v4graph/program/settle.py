@@ -1,0 +1,81 @@
+"""From logits to committed tokens or drafts: what ends each stage of a round.
+
+Every function takes (request table, host lists, static buffers, logits) and is a region of its
+own. The `sample` variants run when any request of the batch has a temperature; in them a request
+without one is a distribution with a single token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from v4graph.ops.sampling import DRAFT, draw, probabilities, uniform, verify, verify_greedy
+from v4graph.program.commit import commit_draft, commit_sampled, commit_verified
+
+Tensors = dict[str, Tensor]
+
+
+def choose_greedy(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) -> Tensor:
+    """Commit the likeliest token of `logits [R, V]`; the new tokens `[R, 1]`."""
+    return commit_sampled(table, host, buf, logits.argmax(-1))
+
+
+def choose_sample(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) -> Tensor:
+    """Commit a token drawn from `logits [R, V]`; the new tokens `[R, 1]`."""
+    slots = host["slots"]
+    number = uniform(table["seed"][slots], table["num_tokens"][slots])
+    return commit_sampled(table, host, buf, draw(_probabilities(table, slots, logits), number))
+
+
+def verify_drafts_greedy(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) -> Tensor:
+    """Accept the drafts that are the main model's own choices; the new tokens `[R, k + 1]`."""
+    slots = host["slots"]
+    rows = logits.unflatten(0, (slots.shape[0], -1))
+    accepted, token = verify_greedy(rows, table["draft_tokens"][slots], buf["num_drafts"])
+    return commit_verified(table, host, buf, accepted, token)
+
+
+def verify_drafts_sample(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) -> Tensor:
+    """Rejection sampling against what the drafts were drawn from; the new tokens `[R, k + 1]`."""
+    slots = host["slots"]
+    rows = logits.unflatten(0, (slots.shape[0], -1))
+    drafts = table["draft_tokens"][slots]
+    # A request without a temperature drafts greedily, also in rounds that stored no distribution.
+    certain = torch.nn.functional.one_hot(drafts, rows.shape[-1]).float()
+    greedy = (table["temperature"][slots] <= 0)[:, None, None]
+    accepted, token = verify(
+        _probabilities(table, slots, rows),
+        torch.where(greedy, certain, table["draft_probs"][slots]),
+        drafts,
+        buf["num_drafts"],
+        table["seed"][slots],
+        table["num_tokens"][slots],
+    )
+    return commit_verified(table, host, buf, accepted, token)
+
+
+def draft_greedy(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) -> None:
+    """Draft the likeliest token of `logits [R, V]`."""
+    commit_draft(table, host, buf, logits.argmax(-1))
+
+
+def draft_sample(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) -> None:
+    """Draft a token drawn from `logits [R, V]` and keep the distribution for its verification."""
+    slots, due = host["slots"], buf["do_sample"]
+    probs = _probabilities(table, slots, logits)
+    count = table["num_drafts"][slots]
+    number = uniform(table["seed"][slots], table["num_tokens"][slots] + count, DRAFT)
+    where, place = torch.where(due, slots, 0), torch.where(due, count, 0)
+    table["draft_probs"].index_put_((where, place), torch.where(due[:, None], probs, 0.0))
+    commit_draft(table, host, buf, draw(probs, number))
+
+
+def _probabilities(table: Tensors, slots: Tensor, logits: Tensor) -> Tensor:
+    """Distributions `[R, ..., V]` that the requests' parameters make of the logits."""
+    shape = (-1, *([1] * (logits.dim() - 2)))
+    temperature, top_k, top_p = (
+        table[name][slots].view(shape).expand(logits.shape[:-1])
+        for name in ("temperature", "top_k", "top_p")
+    )
+    return probabilities(logits, temperature, top_k, top_p)

@@ -1,0 +1,225 @@
+"""One forward of a round: a mode at a bucket, its static buffers and its compiled regions.
+
+Regions are pure functions of tensors; `Compiler` turns each into one compiled function per stage,
+shared by the layers of a kind. Rounds of other sizes may share a stage: whatever it reads was
+written by its own prepare in the same round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from v4graph.errors import ProgramError
+from v4graph.model.drafting import DraftLayer
+from v4graph.model.sublayers import AttentionSublayer, FfnSublayer, Head, ResidualSite
+from v4graph.plan.buffers import buffers
+from v4graph.plan.types import Bucket, LayerPlan, Mode, Plan
+from v4graph.program import settle
+from v4graph.program.compiler import Compiler
+from v4graph.program.prepare import MODE_NUMBERS, prepare
+from v4graph.program.table import RequestTable
+from v4graph.spec.model import ModelSpec, MtpSpeculation
+
+Tensors = dict[str, Tensor]
+_SETTLE = {
+    Mode.PREFILL: (settle.choose_greedy, settle.choose_sample),
+    Mode.DECODE: (settle.choose_greedy, settle.choose_sample),
+    Mode.TARGET_VERIFY: (settle.verify_drafts_greedy, settle.verify_drafts_sample),
+    Mode.DRAFT_EXTEND: (settle.draft_greedy, settle.draft_sample),
+    Mode.DRAFT_DECODE: (settle.draft_greedy, settle.draft_sample),
+}
+_POISON = {torch.int64: -(2**62), torch.float32: float("nan"), torch.bool: True}
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """What all programs of a model share: weights, page pools, frequencies, the request table."""
+
+    spec: ModelSpec
+    plan: Plan
+    layers: list[Tensors]
+    """Weights of each layer by the name below `layers.N.`."""
+    draft_layers: list[Tensors]
+    """Weights of each draft layer by the name below `mtp.N.`."""
+    top: Tensors
+    """Embedding, head, final norm and stream collapse."""
+    pools: list[Tensors]
+    """Page pools of each layer by cache role, `[rows, dim]`."""
+    draft_pools: list[Tensors]
+    freqs: Tensors
+    table: RequestTable
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything that outlives a step, static buffers apart."""
+        groups = (*self.layers, *self.draft_layers, *self.pools, *self.draft_pools)
+        for group in (*groups, self.top, self.freqs, self.table.tensors()):
+            yield from group.values()
+
+    def all_pools(self) -> Iterator[tuple[str, LayerPlan, str, str, Tensor]]:
+        """(`layers` or `mtp`, layer, cache role, group, pool) of every page pool."""
+        for block, layers, pools in (
+            ("layers", self.plan.layers, self.pools),
+            ("mtp", self.plan.speculation.layers, self.draft_pools),
+        ):
+            for layer, own in zip(layers, pools, strict=True):
+                for role, name in dict(self.spec.attention[layer.attention].caches).items():
+                    yield block, layer, role, name, own[role]
+
+    def poison_pages(self, group: str, pages: list[int]) -> None:
+        """Fill pages of every layer's pool with NaN, so that no earlier owner's rows remain."""
+        rows = self.plan.group(group).page_rows
+        index = torch.tensor(pages, device=self.table.device)
+        for _, _, _, name, pool in self.all_pools():
+            if name == group:
+                pool.unflatten(0, (-1, rows))[index] = float("nan")
+
+
+class Stage:
+    """The buffers and regions of one mode at one bucket."""
+
+    def __init__(self, state: ModelState, mode: Mode, bucket: Bucket, compiler: Compiler) -> None:
+        self.state, self.mode, self.bucket = state, mode, bucket
+        self._compiler = compiler
+        device = state.table.device
+        self.buffer_plans = [
+            b for b in buffers(state.plan, mode, bucket) if b.producer == "prepare"
+        ]
+        self.buf = {
+            b.name: torch.zeros(b.shape, dtype=getattr(torch, b.dtype), device=device)
+            for b in self.buffer_plans
+        }
+        self._addresses = {name: t.data_ptr() for name, t in self.buf.items()}
+        self._meta = {**self.buf, **{f"freqs.{k}": v for k, v in state.freqs.items()}}
+        self._table = state.table.tensors()
+        self.regions: dict[str, Callable[..., Any]] = {}
+        plan = state.plan
+        self._prepare = self.region(
+            "prepare",
+            lambda table, freqs, host, buf: prepare(plan, mode, bucket, table, freqs, host, buf),
+        )
+        kind = plan.mode(mode).layers
+        self._layers = {"main": plan.layers, "draft": plan.speculation.layers, "none": ()}[kind]
+        self._drafting = kind == "draft"
+        if self._layers:
+            self._build_layers()
+            self._settle = {
+                random: self.region("sample" if random else "greedy", fn)
+                for random, fn in zip((False, True), _SETTLE[mode], strict=True)
+            }
+
+    def region(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` as a region of this stage."""
+        key = f"{self.mode.value}[{self.bucket.num_tokens}x{self.bucket.num_reqs}].{name}"
+        self.regions[name] = self._compiler.region(key, fn, self.bucket.num_tokens)
+        return self.regions[name]
+
+    def _build_layers(self) -> None:
+        spec, head = self.state.spec, Head(self.state.spec)
+        if self._drafting:
+            mode = spec.speculative[self.state.plan.speculation.name]
+            assert isinstance(mode, MtpSpeculation)  # noqa: S101 (the plan was lowered from it)
+            draft = DraftLayer(spec, mode)
+            self._embed = self.region("embed", draft.enter)
+            self._head = self.region("head", draft.leave)
+        else:
+            self._embed = self.region("embed", head.embed)
+            self._head = self.region("head", head.logits)
+        self._site = ResidualSite(spec)
+        self._enter = self.region("enter", self._site.enter)
+        self._attention = {
+            name: self.region(f"attention.{name}", AttentionSublayer(spec, name))
+            for name in sorted({layer.attention for layer in self._layers})
+        }
+        self._ffn = {
+            name: self.region(f"ffn.{name}", FfnSublayer(spec, name))
+            for name in sorted({layer.ffn for layer in self._layers})
+        }
+
+    # Forward -----------------------------------------------------------------------------------
+
+    def prepare(self, host: Tensors, step: int, checked: bool) -> None:
+        """Derive this step's metadata; `host` holds `slots`, `query_lens` and `step`."""
+        if checked:
+            self.poison()
+        self._prepare(self._table, self.state.freqs, host, self.buf)
+        if checked:
+            self.check_prepared(step)
+
+    def main(self) -> tuple[Tensor, Tensor]:
+        """The main model: logits (of the due rows, or of all) and the streams of all rows."""
+        x = self._run(self._embed(self.buf["input_ids"], self.state.top["embed.weight"]))
+        return self._head(x, self.buf.get("logits_rows"), self.state.top), x
+
+    def draft(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+        """The draft layer over `streams [T, N, D]`: logits and streams of the due rows."""
+        w, top, buf = self.state.draft_layers[0], self.state.top, self.buf
+        z = self._embed(streams, buf["input_ids"], buf["positions"], top["embed.weight"], w)
+        return self._head(self._run(z), buf["logits_rows"], w, top["head.weight"])
+
+    def settle(self, host: Tensors, logits: Tensor, random: bool) -> Tensor:
+        """Commit what the logits decide; new tokens after a stage of the main model."""
+        return self._settle[random](self._table, host, self.buf, logits)
+
+    def _run(self, x: Tensor) -> Tensor:
+        state = self.state
+        weights, pools = (
+            (state.draft_layers, state.draft_pools)
+            if self._drafting
+            else (state.layers, state.pools)
+        )
+        for layer in self._layers:
+            w, own = weights[layer.index], pools[layer.index]
+            mix = self._enter(x, self._site.weights(w, "attn"))
+            x = self._attention[layer.attention](x, *mix, w, own, self._meta)
+            mix = self._enter(x, self._site.weights(w, "ffn"))
+            x = self._ffn[layer.ffn](x, *mix, w, self._meta)
+        return x
+
+    # Checked mode ------------------------------------------------------------------------------
+
+    def poison(self) -> None:
+        """Fill every buffer with a value that no step may read."""
+        for b in self.buffer_plans:
+            self.buf[b.name].fill_(_POISON[self.buf[b.name].dtype])
+
+    def check_prepared(self, step: int) -> None:
+        """Every buffer was rewritten by this step's prepare stage, at its fixed address.
+
+        Raises:
+            ProgramError: a buffer that was not rewritten, has moved, is stale or out of range.
+        """
+        where = self.mode.value
+        stamp, expected = self.buf["stamp"].tolist(), [MODE_NUMBERS[self.mode], step]
+        if stamp != expected:
+            raise ProgramError(f"{where}: stamp {stamp}, expected {expected}")
+        for b in self.buffer_plans:
+            t = self.buf[b.name]
+            if t.data_ptr() != self._addresses[b.name]:
+                raise ProgramError(f"{where}: buffer {b.name} has moved")
+            if t.dtype is torch.int64:
+                low, high, limit = int(t.min()), int(t.max()), self._limit(b.name)
+                if low < -1 or high >= limit:
+                    raise ProgramError(
+                        f"{where}: buffer {b.name} holds {low}..{high} in step {step}, "
+                        f"expected -1..{limit - 1}: not written, or out of range"
+                    )
+            elif t.dtype is torch.float32 and bool(t.isnan().any()):
+                raise ProgramError(f"{where}: buffer {b.name} was not fully written")
+
+    def _limit(self, name: str) -> int:
+        """One past the largest value that the buffer may hold."""
+        plan = self.state.plan
+        group, _, field = name.rpartition(".")
+        if field in ("slot_mapping", "read_slots"):
+            g = plan.group(group)
+            return g.num_pages * g.page_rows
+        if name == "stamp":
+            return 2**62
+        if name == "input_ids":
+            return self.state.spec.vocab_size
+        return max(plan.max_model_len, self.bucket.num_tokens, plan.limits.max_num_seqs) + 1
