@@ -55,6 +55,7 @@ def test_plan_shows_layers_groups_buckets_and_memory() -> None:
             g.kind,
             "float32",
             str(len(g.layers)),
+            str(len(g.draft_layers)),
             str(g.row_dim),
             str(g.ratio),
             str(g.page_tokens),
@@ -83,7 +84,11 @@ def test_limits_reach_the_plan() -> None:
     assert data["max_model_len"] == 100
     assert data["limits"]["dtype"] == "bfloat16"
     assert [b["num_reqs"] for b in data["modes"][1]["buckets"]] == [1, 3]
-    assert data["modes"][0]["buckets"][-1] == {"num_tokens": 40, "num_reqs": 3}
+    assert data["modes"][0]["buckets"][-1] == {
+        "num_tokens": 40,
+        "num_reqs": 3,
+        "tokens_per_req": 0,
+    }
     dtypes = {g["kind"]: g["row_dtype"] for g in data["groups"]}
     assert dtypes["sliding_window"] == dtypes["compressed"] == "bfloat16"
     assert dtypes["compressor_state"] == "float32"
@@ -104,7 +109,8 @@ def test_modes_list_every_buffer() -> None:
 
 
 def test_modes_json() -> None:
-    prefill, decode = data_of("modes", "v4-nano")["modes"]
+    prefill, decode, idle = data_of("modes", "v4-nano", "--speculative", "none")["modes"]
+    assert (idle["mode"], idle["layers"], idle["reads"]) == ("idle", "none", [])
     assert (prefill["mode"], prefill["tokens_per_request"]) == ("prefill", 0)
     assert (decode["mode"], decode["tokens_per_request"]) == ("decode", 1)
     assert set(decode["reads"]) == set(decode["writes"]) == set(load_spec("v4-nano").cache_groups)
@@ -172,17 +178,21 @@ def test_program_compiles_and_reports(tiny_file: Path) -> None:
     limits = ("--max-num-seqs", "1", "--max-num-batched-tokens", "8")
     data = data_of("program", str(tiny_file), *limits)
     assert (data["spec"], data["weights"], data["recompilations"]) == ("tiny", "random", 0)
-    # prepare, embed, two regions a sublayer, head, pick, commit.
-    calls = {"greedy": 9, "sample": 9}
-    assert data["programs"] == [
-        {"mode": "prefill", "num_tokens": 8, "num_reqs": 1, "calls_per_step": calls},
-        {"mode": "decode", "num_tokens": 1, "num_reqs": 1, "calls_per_step": calls},
-    ]
-    names = ["prepare", "enter", "embed", "head", "greedy", "sample", "commit"]
-    names += ["attention.swa", "ffn.routed"]
-    assert [r["name"] for r in data["regions"]] == [
-        f"{program}.{name}" for program in ("prefill[8x1]", "decode[1x1]") for name in names
-    ]
+    # prepare, embed, two regions a sublayer, head, settle.
+    calls = {"greedy": 8, "sample": 8}
+    sizes = (("prefill", 8, 0, calls), ("decode", 1, 1, calls), ("idle", 1, 1, {}))
+    for found, (mode, tokens, width, count) in zip(data["programs"], sizes, strict=True):
+        bucket = {"num_tokens": tokens, "num_reqs": 1, "tokens_per_req": width}
+        assert found == {
+            "mode": mode,
+            **bucket,
+            "stages": [{"mode": mode, **bucket, "repeat": 1}],
+            "calls_per_step": count,
+        }
+    names = ["prepare", "embed", "head", "enter", "attention.swa", "ffn.routed"]
+    names += ["greedy", "sample"]
+    regions = [f"{p}.{n}" for p in ("prefill[8x1]", "decode[1x1]") for n in names]
+    assert [r["name"] for r in data["regions"]] == [*regions, "idle[1x1].prepare"]
     for region in data["regions"]:
         assert (region["compilations"], region["graph_breaks"]) == (1, 0), region
         assert region["num_ops"] > 0
@@ -204,7 +214,8 @@ def test_program_tables() -> None:
                 "num_tokens": 1,
                 "num_reqs": 1,
                 "calls_per_step": {"greedy": 9, "sample": 10},
-            }
+            },
+            {"mode": "idle", "num_tokens": 1, "num_reqs": 1, "calls_per_step": {}},
         ],
         "recompilations": 0,
     }
@@ -213,7 +224,8 @@ def test_program_tables() -> None:
     assert list(table.columns[2].cells) == ["1,500", "1,500", "3,000"]
     assert list(table.columns[3].cells) == ["0.25", "0.25", "0.50"]
     table = explain_plan._program_table(data)
-    assert [list(c.cells) for c in table.columns] == [["decode"], ["1"], ["1"], ["9"], ["10"]]
+    rows = list(zip(*(c.cells for c in table.columns), strict=True))
+    assert rows == [("decode", "1", "1", "9", "10"), ("idle", "1", "1", "-", "-")]
     assert "recompilations after warm-up: 0" in str(table.caption)
 
 

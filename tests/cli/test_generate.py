@@ -188,6 +188,7 @@ def test_prompt_ids_give_ids(
 
 def test_options_reach_the_engine(generate: Generate, engines: list[FakeEngine]) -> None:
     options = ["--max-num-seqs", "3", "--no-compile", "--checked", "--dtype", "bfloat16"]
+    options += ["--speculative", "mtp", "--num-draft-tokens", "2", "--no-overlap"]
     assert generate("--prompt", "a", *options, "--device", "cpu").exit_code == 0
     config = vars(engines[0].config)
     assert config == {
@@ -198,6 +199,9 @@ def test_options_reach_the_engine(generate: Generate, engines: list[FakeEngine])
         "compile": False,
         "checked": True,
         "kernels": "reference",
+        "speculative": "mtp",
+        "num_draft_tokens": 2,
+        "overlap": False,
         "max_num_batched_tokens": 128,
         "prefill_buckets": ((128, 3),),
         "decode_buckets": (3,),

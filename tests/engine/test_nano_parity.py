@@ -42,7 +42,9 @@ def test_chunked_prefill(
     """420 tokens: selection is strict from token 132 on (32 rows of 4)."""
     with torch.no_grad():
         oracle = model(torch.tensor([ids])).logits[0]
-    limits = Limits(max_num_seqs=1, max_num_batched_tokens=chunk, max_model_len=512)
+    limits = Limits(
+        max_num_seqs=1, max_num_batched_tokens=chunk, max_model_len=512, speculative="none"
+    )
     runner = Runner(load_spec("v4-nano"), params, limits)
     request = runner.add(ids)
     while request.num_computed_tokens < len(ids):
@@ -54,7 +56,9 @@ def test_chunked_prefill(
 
 def test_ragged_decode(ids: list[int], model: torch.nn.Module, params: dict[str, Tensor]) -> None:
     """Five prompts of different lengths decode 60 tokens in one batch."""
-    limits = Limits(max_num_seqs=5, max_num_batched_tokens=512, max_model_len=512)
+    limits = Limits(
+        max_num_seqs=5, max_num_batched_tokens=512, max_model_len=512, speculative="none"
+    )
     runner = Runner(load_spec("v4-nano"), params, limits)
     lengths = (3, 31, 64, 129, 260)
     requests = [runner.add(ids[:n]) for n in lengths]

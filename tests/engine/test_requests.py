@@ -85,8 +85,9 @@ def test_abort_in_every_state(llm: LLMEngine) -> None:
     for name in ("waiting", "prefilling", "running", "running"):
         llm.abort(name)
         llm.check_integrity()
-    assert not llm.has_unfinished()
-    assert llm.step() == []
+    while llm.has_unfinished():
+        # The round in flight at the abort is read and dropped.
+        assert llm.step() == []
     assert all(pool.num_used == 0 for pool in llm.pages.pools.values())
 
 

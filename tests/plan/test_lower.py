@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from math import ceil
 
@@ -11,18 +12,28 @@ from tests.support.tiny import SHAPES, Tiny
 from v4graph.errors import PlanError
 from v4graph.plan.buffers import buffers, closing_ratios, num_closings
 from v4graph.plan.lower import lower
-from v4graph.plan.types import Bucket, BufferPlan, GroupPlan, Limits, Mode, Plan
+from v4graph.plan.types import Bucket, BufferPlan, GroupPlan, Limits, Mode, Plan, ring_tokens
+from v4graph.plan.verify import verify_plan
 from v4graph.spec.load import load_spec
+from v4graph.spec.model import ModelSpec
 
 TINY = Tiny(kinds=("swa", "csa", "hca"), csa_ratio=4, hca_ratio=16, window=10, max_len=4096)
 
 
-def tiny_plan(tokens: int = 8, drafts: int = 0, max_len: int = 4096, tiny: Tiny = TINY) -> Plan:
+def tiny_plan(
+    tokens: int = 8,
+    drafts: int = 0,
+    max_len: int = 4096,
+    tiny: Tiny = TINY,
+    overlap: bool = False,
+) -> Plan:
     limits = Limits(
         max_num_seqs=2,
         max_num_batched_tokens=tokens,
         max_model_len=max_len,
+        speculative="mtp" if drafts else "none",
         num_draft_tokens=drafts,
+        overlap=overlap,
     )
     return lower(tiny.spec(), limits)
 
@@ -35,42 +46,145 @@ def pool_bytes(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 3, 8])
-def test_kept_ranges_are_the_span_and_the_drafts(drafts: int) -> None:
+def test_kept_ranges_are_the_span(drafts: int) -> None:
+    """A rejected draft is written again by the step that reads it: it keeps no row alive."""
     plan = tiny_plan(drafts=drafts)
-    kept = {g.name: g.kept_tokens for g in plan.groups}
-    width = drafts + 1
-    assert kept == {
-        "window": 10 + width - 1,
+    assert {g.name: g.kept_tokens for g in plan.groups} == {
+        "window": 10,
         "csa_kv": 0,
         "csa_index": 0,
-        "csa_state": 2 * 4 + width - 1,
-        "index_state": 2 * 4 + width - 1,
+        "csa_state": 2 * 4,
+        "index_state": 2 * 4,
         "hca_kv": 0,
-        "hca_state": 16 + width - 1,
+        "hca_state": 16,
     }
+    ahead = {g.name: g.draft_ahead for g in plan.groups}
+    assert ahead == {**dict.fromkeys(ahead, 0), "window": max(drafts - 1, 0)}
+    assert {g.name for g in plan.groups if g.draft_layers} == ({"window"} if drafts else set())
 
 
-def blocks_in_one_step(g: GroupPlan, first: int, tokens: int) -> int:
-    """Pages that hold the kept range before `first` and the `tokens` computed from it."""
-    begin = max(first - g.kept_tokens + 1, 0)
-    return (first + tokens - 1) // g.page_tokens - begin // g.page_tokens + 1
+def rows_in_one_step(g: GroupPlan, first: int, written: int) -> range:
+    """Positions that must not share a ring slot: read by a query at `first`, or written."""
+    return range(max(first - g.kept_tokens + 1, 0), first + written)
 
 
 @pytest.mark.parametrize("page", [1, 3, 4, 8, 16])
-@pytest.mark.parametrize(("tokens", "drafts"), [(1, 0), (1, 3), (7, 0), (8, 3), (33, 0)])
-def test_a_ring_holds_every_step_and_two_spare_rows(page: int, tokens: int, drafts: int) -> None:
-    """Two live blocks in one ring column would overwrite each other's rows."""
-    plan = tiny_plan(tokens, drafts, tiny=Tiny(**{**vars(TINY), "page_tokens": page}))
-    flight = max(tokens, drafts + 1)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("tokens", "drafts"), [(1, 0), (1, 3), (7, 0), (8, 3), (2, 8), (33, 0)])
+def test_a_ring_holds_every_step_and_not_a_page_more(
+    page: int, tokens: int, drafts: int, overlap: bool
+) -> None:
+    """Two live blocks in one ring column would overwrite each other's rows.
+
+    With overlap the host places a round up to `drafts` tokens behind where it will begin.
+    """
+    tiny = Tiny(**{**vars(TINY), "page_tokens": page})
+    plan = tiny_plan(tokens, drafts, tiny=tiny, overlap=overlap)
+    late = drafts if overlap else 0
     for g in plan.groups:
         if not g.kept_tokens:
             continue
-        assert g.table_width == ceil((g.kept_tokens + flight) / g.page_tokens) + 1
-        starts = range(g.kept_tokens + 4 * g.page_tokens)
-        most = max(
-            blocks_in_one_step(g, first, n) for first in starts for n in range(1, flight + 1)
+        written = max(tokens, drafts + 1 + late) + g.draft_ahead
+        most = 0
+        for first in range(g.kept_tokens + 4 * g.page_tokens):
+            rows = rows_in_one_step(g, first, written)
+            most = max(most, rows[-1] // g.page_tokens - rows[0] // g.page_tokens + 1)
+        assert g.table_width == most, g.name
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 8])
+def test_one_page_less_is_refused(drafts: int) -> None:
+    plan = tiny_plan(2, drafts, tiny=Tiny(**{**vars(TINY), "page_tokens": 1}))
+    verify_plan(plan)
+    for i, g in enumerate(plan.groups):
+        for field in ("table_width", "num_pages", "kept_tokens", "draft_ahead"):
+            least = {"num_pages": g.table_width + 1}.get(field, getattr(g, field))
+            if least == 0:
+                continue
+            short = replace(g, **{field: least - 1})
+            groups = (*plan.groups[:i], short, *plan.groups[i + 1 :])
+            with pytest.raises(PlanError, match=f"cache group '{g.name}'"):
+                verify_plan(replace(plan, groups=groups))
+
+
+def test_ring_sizes_of_v4_flash_at_page_size_one() -> None:
+    """Window 128, ratio 4 (a span of 8) and ratio 128: span - 1 + W rows when nothing overlaps."""
+    for k in (1, 3, 8):
+        tiny = Tiny(
+            kinds=("swa", "csa", "hca"), csa_ratio=4, hca_ratio=128, window=128, page_tokens=1
         )
-        assert most <= g.table_width <= most + ceil(2 / page), g.name
+        plan = tiny_plan(1, k, tiny=replace(tiny, max_len=4096))
+        need = {
+            g.name: ring_tokens(g, plan.limits, plan.speculation)
+            for g in plan.groups
+            if g.kept_tokens
+        }
+        W = k + 1
+        assert need == {
+            # The guesses of drafting are written behind the verified rows.
+            "window": 127 + W + (k - 1),
+            "csa_state": 7 + W,
+            "index_state": 7 + W,
+            "hca_state": 127 + W,
+        }
+
+
+# Speculative modes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (Limits(speculative="mtq"), "speculative 'mtq': tiny declares none, mtp"),
+        (Limits(speculative="none", num_draft_tokens=2), "speculative mode 'none' drafts none"),
+        (Limits(speculative="mtp", num_draft_tokens=9), "num_draft_tokens 9: expected 1..8"),
+        (Limits(speculative="mtp", num_draft_tokens=-1), "num_draft_tokens -1: expected 1..8"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_speculative_modes_that_cannot_be(limits: Limits, message: str) -> None:
+    with pytest.raises(PlanError) as fault:
+        lower(TINY.spec(), limits)
+    assert message in str(fault.value)
+
+
+def test_the_first_speculative_mode_is_the_default() -> None:
+    data = TINY.data()
+    for names in (("none", "mtp"), ("mtp", "none"), ("mtp",), ()):
+        spec = ModelSpec.model_validate(
+            {**data, "speculative": {n: data["speculative"][n] for n in names}}
+        )
+        assert lower(spec, Limits()).speculation.name == (names[0] if names else "none")
+        assert lower(spec, Limits(speculative="none")).speculation.kind == "none"
+
+
+@pytest.mark.parametrize("k", [1, 2, 8])
+def test_the_stages_of_a_round(k: int) -> None:
+    plan = lower(TINY.spec(), Limits(speculative="mtp", num_draft_tokens=k, max_num_seqs=4))
+    assert plan.decode_mode is Mode.TARGET_VERIFY
+    for mode, bucket in plan.rounds():
+        stages = [(s.mode, s.bucket, s.repeat) for s in plan.stages(mode, bucket)]
+        if mode is Mode.IDLE:
+            assert stages == [(mode, bucket, 1)]
+            continue
+        drafting = Bucket(bucket.num_reqs, bucket.num_reqs, 1)
+        more = [(Mode.DRAFT_DECODE, drafting, k - 1)] if k > 1 else []
+        assert stages == [(mode, bucket, 1), (Mode.DRAFT_EXTEND, bucket, 1), *more]
+    sizes = {b for m, b in plan.rounds() if m is Mode.TARGET_VERIFY}
+    assert sizes == {Bucket(k + 1, 1, k + 1), Bucket(4 * (k + 1), 4, k + 1)}
+
+
+def test_every_mode_touches_only_the_groups_of_its_layers() -> None:
+    plan = lower(TINY.spec(), Limits(speculative="mtp", num_draft_tokens=3))
+    every = {g.name for g in plan.groups}
+    touched = {m.mode: set(m.reads) | set(m.writes) for m in plan.modes}
+    assert touched == {
+        Mode.PREFILL: every,
+        Mode.TARGET_VERIFY: every,
+        Mode.DRAFT_EXTEND: {"window"},
+        Mode.DRAFT_DECODE: {"window"},
+        Mode.IDLE: set(),
+    }
 
 
 def test_short_sequences_need_no_ring() -> None:
@@ -253,8 +367,8 @@ def _shapes(plan: Plan, mode: Mode, bucket: Bucket) -> dict[str, BufferPlan]:
 
 
 def test_buffers_of_v4_nano() -> None:
-    plan = lower(load_spec("v4-nano"), Limits())
-    assert closing_ratios(plan) == (4, 32)
+    plan = lower(load_spec("v4-nano"), Limits(speculative="none"))
+    assert closing_ratios(plan.groups) == (4, 32)
     for mode, bucket, c4, c32 in (
         (Mode.PREFILL, Bucket(256, 8), 72, 16),
         (Mode.PREFILL, Bucket(32, 8), 16, 9),
@@ -265,8 +379,9 @@ def test_buffers_of_v4_nano() -> None:
         found = {name: b.shape for name, b in _shapes(plan, mode, bucket).items()}
         assert found == {
             **dict.fromkeys(("slots", "query_lens", "logits_rows", "do_sample"), (R,)),
-            **dict.fromkeys(("step", "stamp"), (2,)),
-            **dict.fromkeys(("input_ids", "positions", "token_to_req", "is_valid_token"), (T,)),
+            "step": (1,),
+            "stamp": (2,),
+            **dict.fromkeys(("input_ids", "positions", "is_valid_token"), (T,)),
             "closing_positions.4": (c4,),
             "closing_positions.32": (c32,),
             **{f"rope.{r}.{p}": (T, 8) for r in ("main", "compress") for p in ("cos", "sin")},
@@ -274,7 +389,7 @@ def test_buffers_of_v4_nano() -> None:
             "window.read_slots": (T, 64),
             **{f"{g}.slot_mapping": (c4,) for g in ("csa_kv", "csa_index")},
             **{f"{g}.read_slots": (T, 2048) for g in ("csa_kv", "csa_index")},
-            **{f"{g}.num_entries": (T,) for g in ("csa_kv", "csa_index", "hca_kv")},
+            "csa_index.num_entries": (T,),
             **{f"{g}.slot_mapping": (T,) for g in ("csa_state", "csa_index_state", "hca_state")},
             **{f"{g}.read_slots": (c4, 8) for g in ("csa_state", "csa_index_state")},
             "hca_kv.slot_mapping": (c32,),
@@ -294,6 +409,8 @@ def test_the_host_writes_three_buffers() -> None:
 
 
 def test_buffer_bytes() -> None:
-    found = _shapes(lower(load_spec("v4-nano"), Limits()), Mode.DECODE, Bucket(8, 8, 1))
+    found = _shapes(
+        lower(load_spec("v4-nano"), Limits(speculative="none")), Mode.DECODE, Bucket(8, 8, 1)
+    )
     sizes = {"slots": 64, "do_sample": 8, "rope.main.cos": 8 * 8 * 4, "window.read_slots": 4096}
     assert {name: found[name].num_bytes for name in sizes} == sizes

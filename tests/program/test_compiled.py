@@ -91,16 +91,19 @@ def test_fifty_requests_recompile_nothing(compiled: LLMEngine, eager: LLMEngine)
                 got.setdefault(step.request_id, []).extend(step.token_ids)
     assert out[0] == out[1]
     stats = compiled.programs.compiler.stats
-    assert len(stats) == sum(len(p.regions) for p in compiled.programs.programs.values())
+    assert len(stats) == sum(
+        len(s.regions) for p in compiled.programs.programs.values() for s in p.stages
+    )
     assert {s.compilations for s in stats.values()} == {1}
     assert compiled.programs.compiler.recompilations == 0
 
 
 def test_a_recompilation_while_serving_is_an_error(compiled: LLMEngine) -> None:
     """Another shape behind a sealed region."""
-    greedy = program(compiled, Mode.DECODE).regions["greedy"]
+    step = program(compiled, Mode.DECODE)
+    stage = step.stages[0]
     with torch.no_grad(), pytest.raises(Exception, match="recompiled while serving"):
-        greedy(torch.zeros(5, 7))
+        stage.settle(step.host, torch.zeros(3, 7), False)
 
 
 def test_warm_up_leaves_no_trace(compiled: LLMEngine) -> None:
@@ -117,7 +120,7 @@ def test_warm_up_leaves_no_trace(compiled: LLMEngine) -> None:
 
 
 def test_dispatch_takes_the_smallest_program(compiled: LLMEngine) -> None:
-    assert compiled.programs.dispatch(Mode.DECODE, 2, 2).bucket == Bucket(3, 3)
+    assert compiled.programs.dispatch(Mode.DECODE, 2, 2).bucket == Bucket(3, 3, 1)
     with pytest.raises(ProgramError, match="no prefill program"):
         compiled.programs.dispatch(Mode.PREFILL, 25, 1)
 

@@ -112,9 +112,9 @@ def test_real_rows_do_not_depend_on_what_padding_holds(random: bool) -> None:
             result = program.run([r.slot for r in requests], counts, 1, random)
             assert (result.tokens[3:] == -1).all()
             out.append((result.tokens[:3].clone(), result.logits[:3].clone()))
-            for (request, count), token in zip(batch, result.tokens.tolist(), strict=False):
+            for (request, count), tokens in zip(batch, result.tokens.tolist(), strict=False):
                 request.num_computed_tokens += count
-                request.token_ids += [token] if token >= 0 else []
+                request.token_ids += [t for t in tokens if t >= 0]
         assert all(logits.isfinite().all() for _, logits in out)
         seen.append(out)
     for other in seen[1:]:

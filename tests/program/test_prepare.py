@@ -15,7 +15,8 @@ from v4graph.errors import ProgramError
 from v4graph.model.rope import inverse_frequencies
 from v4graph.ops.rope import cos_sin
 from v4graph.plan.types import GroupPlan, Mode
-from v4graph.program.prepare import MODE_NUMBERS, StepProgram
+from v4graph.program.prepare import MODE_NUMBERS
+from v4graph.program.step import StepProgram
 
 Batch = list[tuple[Request, int]]
 
@@ -32,12 +33,16 @@ def expected_buffers(world: World, runner: Runner, program: StepProgram, batch: 
     tokens = [(i, r, r.num_computed_tokens + j) for i, (r, n) in enumerate(batch) for j in range(n)]
     pad = T - len(tokens)
     ends = [sum(n for _, n in batch[: i + 1]) for i in range(len(batch))]
+    behind = (
+        range(len(batch), R) if program.bucket.tokens_per_req else [ends[-1]] * (R - len(batch))
+    )
+    padding = [min(row, T - 1) for row in behind]
     due = [r.num_computed_tokens + n == r.num_tokens for r, n in batch]
     out = {
         "positions": [p for _, _, p in tokens] + [0] * pad,
         "input_ids": [r.token_ids[p] for _, r, p in tokens] + [0] * pad,
         "is_valid_token": [True] * len(tokens) + [False] * pad,
-        "logits_rows": [e - 1 for e in ends] + [ends[-1] - 1] * (R - len(batch)),
+        "logits_rows": [e - 1 for e in ends] + padding,
         "do_sample": due + [False] * (R - len(batch)),
     }
     for g in runner.plan.groups:
@@ -48,7 +53,8 @@ def expected_buffers(world: World, runner: Runner, program: StepProgram, batch: 
                 [row_of(g, r, e * g.ratio) for e in range((p + 1) // g.ratio)] for _, r, p in tokens
             ]
             out[name] = [row_of(g, r, p) for r, p in closed]
-            out[f"{g.name}.num_entries"] = [len(rows) for rows in lists] + [0] * pad
+            if g.name in runner.plan.index_groups:
+                out[f"{g.name}.num_entries"] = [len(rows) for rows in lists] + [0] * pad
             padded = [rows + [-1] * (g.max_entries - len(rows)) for rows in lists]
             out[f"{g.name}.read_slots"] = padded + [[-1] * g.max_entries] * pad
             out[f"closing_positions.{g.ratio}"] = [p for _, p in closed]
@@ -171,7 +177,7 @@ def test_buffers_keep_their_addresses() -> None:
     for _ in range(3):
         runner.step([(request, 20)])
     assert {name: t.data_ptr() for name, t in program.buf.items()} == before
-    program.buf["positions"] = program.buf["positions"].clone()
+    program.stages[0].buf["positions"] = program.buf["positions"].clone()
     other = runner.add(world.ids(20))
     with pytest.raises(ProgramError, match="buffer positions has moved"):
         runner.step([(other, 20)])

@@ -17,7 +17,10 @@ from v4graph.cli.options import (
     DtypeOption,
     MaxModelLenOption,
     MaxNumSeqsOption,
+    NumDraftTokensOption,
+    OverlapOption,
     SpecArgument,
+    SpeculativeOption,
 )
 from v4graph.errors import PlanError
 from v4graph.plan.buffers import buffers
@@ -48,9 +51,15 @@ def plan_command(
     max_num_batched_tokens: MaxNumBatchedTokensOption = Limits.max_num_batched_tokens,
     max_model_len: MaxModelLenOption = None,
     dtype: DtypeOption = "float32",
+    speculative: SpeculativeOption = None,
+    num_draft_tokens: NumDraftTokensOption = None,
+    overlap: OverlapOption = True,
 ) -> None:
     """Show the plan: layers, cache groups with their pools, buckets, memory."""
-    limits = _limits(max_num_seqs, max_num_batched_tokens, max_model_len, dtype)
+    limits = _limits(
+        (max_num_seqs, max_num_batched_tokens, max_model_len, dtype),
+        (speculative, num_draft_tokens, overlap),
+    )
     plan = lower(load_spec(spec), limits)
     if as_json:
         print_json(_plan_json(plan))
@@ -66,9 +75,15 @@ def modes_command(
     max_num_batched_tokens: MaxNumBatchedTokensOption = Limits.max_num_batched_tokens,
     max_model_len: MaxModelLenOption = None,
     dtype: DtypeOption = "float32",
+    speculative: SpeculativeOption = None,
+    num_draft_tokens: NumDraftTokensOption = None,
+    overlap: OverlapOption = True,
 ) -> None:
     """List every static buffer of every mode and bucket."""
-    limits = _limits(max_num_seqs, max_num_batched_tokens, max_model_len, dtype)
+    limits = _limits(
+        (max_num_seqs, max_num_batched_tokens, max_model_len, dtype),
+        (speculative, num_draft_tokens, overlap),
+    )
     plan = lower(load_spec(spec), limits)
     if as_json:
         print_json({"spec": plan.name, "modes": [_mode_json(plan, m) for m in plan.modes]})
@@ -85,9 +100,15 @@ def program_command(
     max_num_batched_tokens: MaxNumBatchedTokensOption = Limits.max_num_batched_tokens,
     max_model_len: MaxModelLenOption = None,
     dtype: DtypeOption = "float32",
+    speculative: SpeculativeOption = None,
+    num_draft_tokens: NumDraftTokensOption = None,
+    overlap: OverlapOption = True,
 ) -> None:
     """Compile every program and report its regions; random weights if there is no checkpoint."""
-    limits = _limits(max_num_seqs, max_num_batched_tokens, max_model_len, dtype)
+    limits = _limits(
+        (max_num_seqs, max_num_batched_tokens, max_model_len, dtype),
+        (speculative, num_draft_tokens, overlap),
+    )
     loaded = load_spec(spec)
     programs, weights = _compiled(spec, loaded, lower(loaded, limits), dtype)
     data = _program_json(programs, weights)
@@ -111,12 +132,19 @@ def print_json(data: Any, indent: int | None = 2) -> None:
     sys.stdout.write(json.dumps(data, indent=indent) + "\n")
 
 
-def _limits(seqs: int, tokens: int, longest: int | None, dtype: Dtype) -> Limits:
+def _limits(
+    sizes: tuple[int, int, int | None, Dtype], speculation: tuple[str | None, int | None, bool]
+) -> Limits:
+    seqs, tokens, longest, dtype = sizes
+    name, num_draft_tokens, overlap = speculation
     return Limits(
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         max_model_len=longest or 0,
         dtype=dtype,
+        speculative=name or "",
+        num_draft_tokens=num_draft_tokens or 0,
+        overlap=overlap,
     )
 
 
@@ -135,7 +163,7 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def _layer_table(plan: Plan) -> Table:
-    table = _table(
+    table = table_of(
         f"plan of {plan.name}: {len(plan.layers)} layers, sequences of up to "
         f"{plan.max_model_len:,} tokens",
         "layers,attention,ffn",
@@ -143,6 +171,8 @@ def _layer_table(plan: Plan) -> Table:
     for (attention, ffn), run in groupby(plan.layers, lambda layer: (layer.attention, layer.ffn)):
         indices = [layer.index for layer in run]
         table.add_row(_span(indices), attention, ffn)
+    for layer in plan.speculation.layers:
+        table.add_row(f"{plan.speculation.name} {layer.index}", layer.attention, layer.ffn)
     return table
 
 
@@ -152,30 +182,42 @@ def _span(indices: list[int]) -> str:
 
 
 def _group_table(plan: Plan) -> Table:
-    table = _table(
+    table = table_of(
         "cache groups",
         "group,kind,row dtype",
-        "layers,row dim,ratio,page tokens,page rows,kept tokens,table width,pages,bytes",
+        "layers,draft layers,row dim,ratio,page tokens,page rows,kept tokens,table width,pages,"
+        "bytes",
         "bytes are of all layers; one page of each pool is the null page",
     )
     for g in plan.groups:
         kept = f"{g.kept_tokens:,}" if g.kept_tokens else "all"
-        counts = (len(g.layers), g.row_dim, g.ratio, g.page_tokens, g.page_rows)
+        users = (len(g.layers), len(g.draft_layers))
+        counts = (*users, g.row_dim, g.ratio, g.page_tokens, g.page_rows)
         sizes = (g.table_width, g.num_pages, _pool_bytes(g))
         table.add_row(g.name, g.kind, g.row_dtype, *_figures(counts), kept, *_figures(sizes))
     return table
 
 
 def _bucket_table(plan: Plan) -> Table:
-    table = _table("modes", "mode,buckets (tokens x requests)")
+    k = plan.speculation.num_draft_tokens
+    table = table_of(
+        "modes",
+        "mode,layers,buckets (tokens x requests),logits,streams,then",
+        caption=f"speculative mode {plan.speculation.name}, {k} draft tokens a round",
+    )
+    firsts = {mode for mode, _ in plan.rounds()}
     for mode in plan.modes:
         sizes = ", ".join(f"{b.num_tokens}x{b.num_reqs}" for b in mode.buckets)
-        table.add_row(mode.mode.value, sizes)
+        then = ""
+        if mode.mode in firsts:
+            stages = plan.stages(mode.mode, mode.buckets[0])[1:]
+            then = ", ".join(f"{s.repeat} x {s.mode.value}" for s in stages)
+        table.add_row(mode.mode.value, mode.layers, sizes, mode.logits, mode.streams, then)
     return table
 
 
 def _memory(plan: Plan) -> Table:
-    table = _table("memory", "what", "bytes,MiB")
+    table = table_of("memory", "what", "bytes,MiB")
     for line in plan.memory:
         table.add_row(line.name, f"{line.num_bytes:,}", f"{line.num_bytes / 2**20:,.2f}")
     return table
@@ -200,11 +242,12 @@ def _mode_json(plan: Plan, mode: ModePlan) -> dict[str, Any]:
 
 def _buffer_table(mode: ModePlan, bucket: Bucket, entries: tuple[BufferPlan, ...]) -> Table:
     each = str(mode.tokens_per_request or "any number of")
-    table = _table(
+    table = table_of(
         f"{mode.mode.value}: {bucket.num_tokens} tokens, {bucket.num_reqs} requests",
         "buffer,dtype,shape,producer",
         "bytes",
-        f"{each} tokens a request; logits: {mode.logits}\nreads {', '.join(mode.reads)}\n"
+        f"{each} tokens a request; {mode.layers} layers; logits: {mode.logits}; streams: "
+        f"{mode.streams}\nreads {', '.join(mode.reads)}\n"
         f"writes {', '.join(mode.writes)}",
     )
     for b in entries:
@@ -276,19 +319,22 @@ def _program_json(programs: ProgramSet, weights: str) -> dict[str, Any]:
         # In the order in which dispatch tries them: the first that holds a batch runs it.
         "programs": [
             {
-                "mode": mode.mode.value,
+                "mode": mode.value,
                 **asdict(bucket),
-                "calls_per_step": programs.programs[mode.mode, bucket].calls_per_step(),
+                "stages": [
+                    {"mode": s.mode.value, **asdict(s.bucket), "repeat": s.repeat}
+                    for s in plan.stages(mode, bucket)
+                ],
+                "calls_per_step": programs.programs[mode, bucket].calls_per_step(),
             }
-            for mode in plan.modes
-            for bucket in mode.buckets
+            for mode, bucket in plan.rounds()
         ],
         "recompilations": programs.compiler.recompilations,
     }
 
 
 def _region_table(data: dict[str, Any]) -> Table:
-    table = _table(
+    table = table_of(
         f"compiled regions of {data['spec']} ({data['weights']} weights)",
         "region",
         "compilations,graph ops,compile s,graph breaks",
@@ -304,21 +350,24 @@ def _region_table(data: dict[str, Any]) -> Table:
 
 
 def _program_table(data: dict[str, Any]) -> Table:
-    table = _table(
+    table = table_of(
         "programs",
         "mode",
-        "tokens,requests,calls a greedy step,calls a sampling step",
+        "tokens,requests,calls a greedy round,calls a sampling round",
         "of a mode, the first program that holds a batch runs it\n"
         f"recompilations after warm-up: {data['recompilations']}",
     )
     for p in data["programs"]:
         calls = p["calls_per_step"]
-        sizes = (p["num_tokens"], p["num_reqs"], calls["greedy"], calls["sample"])
-        table.add_row(p["mode"], *_figures(sizes))
+        sizes = _figures((p["num_tokens"], p["num_reqs"]))
+        # Nothing is recorded of a program that calls next to nothing (idle) or samples nothing.
+        variants = [f"{calls[v]:,}" if v in calls else "-" for v in ("greedy", "sample")]
+        table.add_row(p["mode"], *sizes, *variants)
     return table
 
 
-def _table(title: str, left: str, right: str = "", caption: str | None = None) -> Table:
+def table_of(title: str, left: str, right: str = "", caption: str | None = None) -> Table:
+    """A table with comma-separated column names, those on the right right-aligned."""
     table = Table(title=title, caption=caption)
     for column in left.split(","):
         table.add_column(column)

@@ -17,11 +17,13 @@ from v4graph.cli.options import (
     DtypeOption,
     KernelsOption,
     MaxModelLenOption,
+    NumDraftTokensOption,
+    OverlapOption,
     SpecArgument,
+    SpeculativeOption,
     StageTimes,
     WeightsOption,
     build_engine,
-    engine_config,
     load_tokenizer,
 )
 from v4graph.errors import RequestError
@@ -68,6 +70,9 @@ def generate(
     compiled: CompileOption = True,
     checked: CheckedOption = False,
     kernels: KernelsOption = "reference",
+    speculative: SpeculativeOption = None,
+    num_draft_tokens: NumDraftTokensOption = None,
+    overlap: OverlapOption = True,
 ) -> None:
     """Continue prompts: text on stdout as it is written, figures on stderr."""
     from v4graph.engine.request import SamplingParams
@@ -83,7 +88,18 @@ def generate(
     }
     SamplingParams(max_tokens=max_tokens, **sampling)
     seqs = max_num_seqs or min(len(wanted), 8)
-    config = engine_config(max_model_len, seqs, dtype, device, compiled, checked, kernels)
+    config = {
+        "max_model_len": max_model_len,
+        "max_num_seqs": seqs,
+        "dtype": dtype,
+        "device": device,
+        "compile": compiled,
+        "checked": checked,
+        "kernels": kernels,
+        "speculative": speculative,
+        "num_draft_tokens": num_draft_tokens,
+        "overlap": overlap,
+    }
     # One program a mode: all prompts are known, so no other batch size will come.
     config |= {
         "max_num_batched_tokens": PREFILL_TOKENS,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from v4graph.cli.bench import app as bench_app
 from v4graph.cli.explain import app as explain_app
 from v4graph.cli.generate import generate
 from v4graph.cli.import_checkpoint import import_command
@@ -46,6 +47,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(serve)
 app.add_typer(explain_app, name="explain")
+app.add_typer(bench_app, name="bench")
 app.command("import")(import_command)
 
 

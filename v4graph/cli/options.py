@@ -44,6 +44,22 @@ CompileOption = Annotated[
 CheckedOption = Annotated[
     bool, typer.Option("--checked", help="Poison buffers and check the stamps of every step.")
 ]
+SpeculativeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Speculative mode of the spec, or none; the spec's first if left out.",
+    ),
+]
+NumDraftTokensOption = Annotated[
+    int | None, typer.Option(min=1, help="Draft tokens of a round; the mode's own if left out.")
+]
+OverlapOption = Annotated[
+    bool,
+    typer.Option(
+        "--overlap/--no-overlap", help="Launch a round before the last one's tokens are read."
+    ),
+]
 KernelsOption = Annotated[Kernels, typer.Option(help="Implementation of the operators.")]
 
 
@@ -59,27 +75,6 @@ class StageTimes:
         now = time.perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._latest
         self._latest = now
-
-
-def engine_config(
-    max_model_len: int | None,
-    max_num_seqs: int,
-    dtype: Dtype,
-    device: str,
-    compiled: bool,
-    checked: bool,
-    kernels: Kernels,
-) -> dict[str, Any]:
-    """The options as fields of `EngineConfig`."""
-    return {
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "dtype": dtype,
-        "device": device,
-        "compile": compiled,
-        "checked": checked,
-        "kernels": kernels,
-    }
 
 
 def build_engine(

@@ -14,10 +14,12 @@ from v4graph.cli.options import (
     KernelsOption,
     MaxModelLenOption,
     MaxNumSeqsOption,
+    NumDraftTokensOption,
+    OverlapOption,
     SpecArgument,
+    SpeculativeOption,
     WeightsOption,
     build_engine,
-    engine_config,
     load_tokenizer,
 )
 
@@ -41,13 +43,27 @@ def serve(
     compiled: CompileOption = True,
     checked: CheckedOption = False,
     kernels: KernelsOption = "reference",
+    speculative: SpeculativeOption = None,
+    num_draft_tokens: NumDraftTokensOption = None,
+    overlap: OverlapOption = True,
 ) -> None:
     """Serve a model until interrupted; says when it is ready."""
     from v4graph.engine.async_engine import AsyncEngine
     from v4graph.server.app import create_app
     from v4graph.server.run import run_server
 
-    config = engine_config(max_model_len, max_num_seqs, dtype, device, compiled, checked, kernels)
+    config = {
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "dtype": dtype,
+        "device": device,
+        "compile": compiled,
+        "checked": checked,
+        "kernels": kernels,
+        "speculative": speculative,
+        "num_draft_tokens": num_draft_tokens,
+        "overlap": overlap,
+    }
     engine, stages = build_engine(spec, weights, config)
     for stage, seconds in stages.seconds.items():
         typer.echo(f"{stage}: {seconds:.1f} s", err=True)

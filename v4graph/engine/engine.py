@@ -51,7 +51,7 @@ class EngineConfig:
     overlap: bool = True
     """Launch a round before the tokens of the last one are read."""
 
-    def limits(self, spec: ModelSpec) -> Limits:
+    def limits(self) -> Limits:
         """The plan's view of this configuration."""
         return Limits(
             max_num_seqs=self.max_num_seqs,
@@ -62,7 +62,7 @@ class EngineConfig:
             decode_buckets=self.decode_buckets,
             prefill_buckets=self.prefill_buckets,
             greedy_only=self.greedy_only,
-            speculative=self.speculative or next(iter(spec.speculative), "none"),
+            speculative=self.speculative or "",
             num_draft_tokens=self.num_draft_tokens or 0,
             overlap=self.overlap,
         )
@@ -141,7 +141,7 @@ class LLMEngine:
         """Build an engine around parameters in memory (see `v4graph.model.params`)."""
         if config.kernels != "reference":
             raise PlanError(f"kernels {config.kernels!r}: this version has 'reference' only")
-        plan = lower(spec, config.limits(spec))
+        plan = lower(spec, config.limits())
         state = build_state(spec, plan, params, config.torch_device(), config.checked)
         programs = ProgramSet(state, Compiler(config.compile), config.checked)
         _warm_up(programs, progress)

@@ -78,6 +78,13 @@ class RecomputeModel:
             streams: `[B, S, N, D]`, the main model's (or the previous draft step's) streams.
             next_ids: `[B, S]`, the token after each row's own.
         """
+        y = self.draft_streams(streams, next_ids, mode, layer)
+        return Recomputed(self.draft_logits(y, layer), y)
+
+    def draft_streams(
+        self, streams: Tensor, next_ids: Tensor, mode: MtpSpeculation, layer: int = 0
+    ) -> Tensor:
+        """The MTP layer's own streams `[B, S, N, D]`: what the next draft step starts from."""
         p, eps = f"mtp.{layer}", self.spec.norm_eps
         e = rms_norm(self.params["embed.weight"][next_ids], self.params[f"{p}.enorm.weight"], eps)
         if mode.mask_position_zero:
@@ -85,8 +92,11 @@ class RecomputeModel:
         h = rms_norm(streams, self.params[f"{p}.hnorm.weight"], eps)
         e = F.linear(e, self.params[f"{p}.e_proj.weight"])
         h = F.linear(h, self.params[f"{p}.h_proj.weight"])
-        y = self.block(p, h + e[:, :, None], next_ids, mode.attention, mode.ffn)
-        return Recomputed(self.logits(y, f"{p}.", f"{p}.norm.weight"), y)
+        return self.block(p, h + e[:, :, None], next_ids, mode.attention, mode.ffn)
+
+    def draft_logits(self, streams: Tensor, layer: int = 0) -> Tensor:
+        """Logits `[B, S, V]` of an MTP layer's streams: its own collapse and norm, shared head."""
+        return self.logits(streams, f"mtp.{layer}.", f"mtp.{layer}.norm.weight")
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings repeated over the residual streams, `[B, S, N, D]`."""

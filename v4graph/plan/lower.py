@@ -45,7 +45,11 @@ def lower(spec: ModelSpec, limits: Limits) -> Plan:
     """
     limits, max_model_len = _resolve(spec, limits)
     speculation = speculation_plan(spec, limits)
-    limits = replace(limits, num_draft_tokens=speculation.num_draft_tokens)
+    limits = replace(
+        limits,
+        speculative=speculation.name,
+        num_draft_tokens=speculation.num_draft_tokens,
+    )
     layers = tuple(LayerPlan(i, a, f) for i, (a, f) in enumerate(spec.layer_kinds))
     shapes = _group_shapes(spec, limits, max_model_len, layers, speculation)
     groups = _size_pools(shapes, limits, max_model_len, speculation)
@@ -79,7 +83,7 @@ def lower(spec: ModelSpec, limits: Limits) -> Plan:
 
 def speculation_plan(spec: ModelSpec, limits: Limits) -> SpeculationPlan:
     """The speculative mode that `limits` choose, its number of drafts resolved."""
-    name = limits.speculative
+    name = limits.speculative or next(iter(spec.speculative), "none")
     mode = NoSpeculation(kind="none") if name == "none" else spec.speculative.get(name)
     if mode is None:
         known = ", ".join(["none", *(n for n in spec.speculative if n != "none")])

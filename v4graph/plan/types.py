@@ -37,11 +37,12 @@ class Limits:
     kv_memory_bytes: int = 0
     """Bytes for page pools; 0 stands for what `max_num_seqs` full-length sequences need."""
     dtype: str = "float32"
-    speculative: str = "none"
-    """An entry of the spec's `speculative`; "none" needs no entry."""
+    speculative: str = ""
+    """An entry of the spec's `speculative`; empty stands for the first one, "none" needs no
+    entry."""
     num_draft_tokens: int = 0
     """Draft tokens a round; 0 stands for the speculative mode's own."""
-    overlap: bool = False
+    overlap: bool = True
     """Plan for a round that is launched before the tokens of the last one are known."""
     decode_buckets: tuple[int, ...] = ()
     """Batch sizes with a decode program; empty stands for 1 and max_num_seqs."""

@@ -110,7 +110,8 @@ def _rows(plan: Plan, mode: Mode, bucket: Bucket, table: Tensors, host: Tensors)
         slot_T=torch.where(valid, slots[req], 0),
         positions_T=torch.where(valid, positions, 0),
         valid_T=valid,
-        last_R=(starts + lens - 1).clamp_min(0),
+        # A request without tokens reads a row of padding, or in a full step the last one.
+        last_R=(starts + (lens - 1).clamp_min(0)).clamp_max(bucket.num_tokens - 1),
     )
 
 

@@ -148,7 +148,7 @@ class Stage:
             self.poison()
         self._prepare(self._table, self.state.freqs, host, self.buf)
         if checked:
-            self.check_prepared(step)
+            self.check_prepared(host, step)
 
     def main(self) -> tuple[Tensor, Tensor]:
         """The main model: logits (of the due rows, or of all) and the streams of all rows."""
@@ -187,7 +187,7 @@ class Stage:
         for b in self.buffer_plans:
             self.buf[b.name].fill_(_POISON[self.buf[b.name].dtype])
 
-    def check_prepared(self, step: int) -> None:
+    def check_prepared(self, host: Tensors, step: int) -> None:
         """Every buffer was rewritten by this step's prepare stage, at its fixed address.
 
         Raises:
@@ -210,6 +210,24 @@ class Stage:
                     )
             elif t.dtype is torch.float32 and bool(t.isnan().any()):
                 raise ProgramError(f"{where}: buffer {b.name} was not fully written")
+        # A flag has no value to poison it with; it is told by the count.
+        if "is_valid_token" in self.buf:
+            found, count = int(self.buf["is_valid_token"].sum()), self._num_valid(host)
+            if found > count:
+                raise ProgramError(
+                    f"{where}: buffer is_valid_token marks {found} rows in step {step}, expected "
+                    f"at most {count}"
+                )
+
+    def _num_valid(self, host: Tensors) -> int:
+        """Most rows of this step that are no padding."""
+        if self.mode is Mode.TARGET_VERIFY:
+            return int((self.buf["num_drafts"] + (host["query_lens"] > 0)).sum())
+        if self.mode is Mode.DRAFT_EXTEND:
+            return int(self._table["num_committed"][host["slots"]].sum())
+        if self.mode is Mode.DRAFT_DECODE:
+            return int(self.buf["do_sample"].sum())
+        return int(host["query_lens"].sum())
 
     def _limit(self, name: str) -> int:
         """One past the largest value that the buffer may hold."""

@@ -57,7 +57,6 @@ class StepProgram:
             "query_lens": torch.zeros(bucket.num_reqs, dtype=torch.int64, device=device),
             "step": torch.zeros(1, dtype=torch.int64, device=device),
         }
-        self._addresses = {name: t.data_ptr() for name, t in self.host.items()}
 
     @property
     def buf(self) -> Tensors:
