@@ -21,11 +21,11 @@ OPERATIONS = 10_000
 
 def plan_of(tiny: Tiny = SMALL, **limits: int) -> Plan:
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 160} | limits
-    return lower(tiny.spec(), Limits(**sizes))
+    return lower(tiny.spec(), Limits(**sizes, speculative="none"))
 
 
 def manager(plan: Plan) -> PageManager:
-    return PageManager(plan, RequestTable(plan, torch.device("cpu")))
+    return PageManager(plan, RequestTable(plan, SMALL.vocab, torch.device("cpu")))
 
 
 def request(number: int, slot: int) -> Request:
@@ -56,6 +56,13 @@ def assert_readable(pages: PageManager, r: Request) -> None:
             block = position // g.page_tokens
             page = r.pages[g.name][block]
             assert int(pages.table.block_tables[g.name][r.slot, block % g.table_width]) == page
+
+
+def assert_mapped_to(pages: PageManager, r: Request, end: int) -> None:
+    """Every row that a round may write is mapped, draft rows behind its tokens included."""
+    for g in pages.plan.groups:
+        last = min(end + g.draft_ahead, pages.plan.max_model_len) - 1
+        assert last // g.page_tokens in r.pages[g.name], g.name
 
 
 def test_ten_thousand_operations() -> None:
@@ -120,6 +127,7 @@ def test_the_kept_range_covers_every_read(page_tokens: int, chunk: int) -> None:
                 max(first, 0) // g.page_tokens, r.num_computed_tokens // g.page_tokens + 1
             )
             assert set(blocks) <= r.pages[g.name].keys()
+            assert r.pages[g.name].keys() >= {(r.num_computed_tokens + chunk - 1) // g.page_tokens}
             columns = [b % g.table_width for b in r.pages[g.name]]
             assert len(columns) == len(set(columns)), "two blocks share a column"
             assert len(columns) <= g.pages_per_seq
@@ -128,12 +136,16 @@ def test_the_kept_range_covers_every_read(page_tokens: int, chunk: int) -> None:
         assert_readable(pages, r)
     for g in plan.groups:
         if g.kept_tokens:  # no more than the range and the page that it begins in
-            assert len(r.pages[g.name]) <= (g.kept_tokens - 2) // g.page_tokens + 2
+            assert len(r.pages[g.name]) <= g.touched_pages(g.kept_tokens)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("drafts", [0, 1, 3, 7])
-def test_rejected_drafts_lose_no_row(drafts: int) -> None:
-    """R3: setting the length back by up to k tokens finds every earlier row still mapped."""
+def test_rejected_drafts_lose_no_row(drafts: int, overlap: bool) -> None:
+    """R3: setting the length back by up to k tokens finds every earlier row still mapped.
+
+    With overlap a round is placed while up to k accepted tokens of the last are unknown.
+    """
     spec = replace(SMALL, page_tokens=4).spec()
     plan = lower(
         spec,
@@ -141,16 +153,26 @@ def test_rejected_drafts_lose_no_row(drafts: int) -> None:
             max_num_seqs=1,
             max_num_batched_tokens=16,
             max_model_len=128,
+            speculative="mtp" if drafts else "none",
             num_draft_tokens=drafts,
+            overlap=overlap,
         ),
     )
     pages = manager(plan)
-    r, rng = request(1, 1), random.Random(drafts)
-    while r.num_computed_tokens + drafts + 1 <= 128:
-        width = drafts + 1
+    r, rng, width = request(1, 1), random.Random(drafts), drafts + 1
+    unread: int | None = None
+    while r.num_computed_tokens + 2 * width <= 128:
         pages.allocate(r, pages.missing(r, width))
-        accepted = rng.randint(1, width)
+        assert_mapped_to(pages, r, r.num_computed_tokens + r.num_unread_drafts + width)
+        r.num_computed_tokens += 1
+        r.num_unread_drafts += drafts
+        if overlap and unread is None:
+            unread = rng.randint(0, drafts)
+            continue
+        accepted = rng.randint(0, drafts) if unread is None else unread
+        unread = rng.randint(0, drafts) if overlap else None
         r.num_computed_tokens += accepted
+        r.num_unread_drafts -= drafts
         pages.free_unreadable(r)
         assert_readable(pages, r)
         assert_sound(pages, [r])
@@ -195,7 +217,7 @@ def test_new_pages_are_poisoned_by_group() -> None:
     """B28: groups page independently; their page ids differ."""
     plan = plan_of()
     seen: dict[str, list[int]] = {}
-    table = RequestTable(plan, torch.device("cpu"))
+    table = RequestTable(plan, SMALL.vocab, torch.device("cpu"))
     pages = PageManager(plan, table, lambda group, ids: seen.setdefault(group, []).extend(ids))
     r = request(1, 1)
     pages.allocate(r, pages.missing(r, 32))
