@@ -1,0 +1,40 @@
+"""Page pools as the tests see them: rows by position, through the requests' own page maps."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from v4graph.engine.engine import LLMEngine
+from v4graph.engine.request import Request
+
+Key = tuple[str, int, str, int]
+"""(`layers` or `mtp`, layer, cache role, position that the row stands for)."""
+
+
+def visible_rows(llm: LLMEngine, request: Request) -> dict[Key, Tensor]:
+    """A dump of every row that the request's next query may read, by position."""
+    out = {}
+    computed = request.num_computed_tokens
+    for block, layer, role, name, pool in llm.programs.state.all_pools():
+        g = llm.plan.group(name)
+        if g.kept_tokens:
+            positions = range(max(computed - g.kept_tokens + 1, 0), computed)
+        else:
+            positions = range(0, computed // g.ratio * g.ratio, g.ratio)
+        for p in positions:
+            page = request.pages[name][p // g.page_tokens]
+            row = pool[page * g.page_rows + p % g.page_tokens // g.ratio]
+            out[block, layer.index, role, p] = row.clone()
+    return out
+
+
+def difference(rows: dict[Key, Tensor], reference: dict[Key, Tensor]) -> tuple[float, Key | None]:
+    """The largest difference between rows and their reference, relative to the row's size."""
+    worst: tuple[float, Key | None] = (0.0, None)
+    for key, row in rows.items():
+        other = reference[key]
+        scale = float(other.abs().max()) or 1.0
+        error = float((row - other).abs().max()) / scale
+        if not error <= worst[0]:  # NaN is worse than anything
+            worst = (error, key)
+    return worst
