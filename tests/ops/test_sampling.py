@@ -8,16 +8,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from v4graph.ops.sampling import greedy, sample, uniform
+from v4graph.ops.sampling import ACCEPT, DRAFT, FINAL, draw, probabilities, uniform
 
 VOCAB, DRAWS = 12, 20_000
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 2.0, 1.2, -3.0, 0.0, 0.9, -0.2, 1.9, -8.0, 0.4])
 
 
-def direct(logits: Tensor, temperature: float, top_k: int, top_p: float) -> list[float]:
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    number: Tensor,
+    min_p: Tensor | None = None,
+) -> Tensor:
+    """One token of every row."""
+    least = torch.zeros_like(top_p) if min_p is None else min_p
+    return draw(probabilities(logits, temperature, top_k, top_p, least), number)
+
+
+def direct(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> list[float]:
     """The distribution that the parameters describe, float64."""
     probs = (logits.double() / temperature).softmax(0).tolist()
     order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))
+    order = [i for i in order if probs[i] >= min_p * max(probs)]
     if top_k:
         order = order[:top_k]
     mass, kept = sum(probs[i] for i in order), []
@@ -31,20 +47,26 @@ def direct(logits: Tensor, temperature: float, top_k: int, top_p: float) -> list
 
 
 def draws(
-    n: int, temperature: float, top_k: int = 0, top_p: float = 1.0, seed: int = 3
+    n: int,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 3,
 ) -> list[int]:
-    draw = uniform(torch.full((n,), seed), torch.arange(n))
+    number = uniform(torch.full((n,), seed), torch.arange(n))
     return sample(
         LOGITS.expand(n, -1),
         torch.full((n,), temperature),
         torch.full((n,), top_k),
         torch.full((n,), top_p),
-        draw,
+        number,
+        torch.full((n,), min_p),
     ).tolist()
 
 
-def one(temperature: float, top_k: int = 0, top_p: float = 1.0, draw: float = 0.5) -> int:
-    rows = (torch.tensor([v]) for v in (temperature, top_k, top_p, draw))
+def one(temperature: float, top_k: int = 0, top_p: float = 1.0, number: float = 0.5) -> int:
+    rows = (torch.tensor([v]) for v in (temperature, top_k, top_p, number))
     return int(sample(LOGITS[None], *rows))
 
 
@@ -62,12 +84,33 @@ def chi_square(seen: list[int], expected: list[float]) -> tuple[float, float]:
     return sum((n - e) ** 2 / e for n, e in common), limit
 
 
+SETTINGS = [
+    (0, 1.0, 0.0),
+    (4, 1.0, 0.0),
+    (0, 0.9, 0.0),
+    (0, 1.0, 0.2),
+    (5, 0.8, 0.05),
+    (1, 1.0, 0.0),
+]
+"""(top_k, top_p, min_p)"""
+
+
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0])
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (4, 1.0), (0, 0.9), (5, 0.8), (1, 1.0)])
-def test_frequencies(temperature: float, top_k: int, top_p: float) -> None:
-    seen = draws(DRAWS, temperature, top_k, top_p)
-    chi, limit = chi_square(seen, direct(LOGITS, temperature, top_k, top_p))
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), SETTINGS)
+def test_frequencies(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    seen = draws(DRAWS, temperature, top_k, top_p, min_p)
+    chi, limit = chi_square(seen, direct(LOGITS, temperature, top_k, top_p, min_p))
     assert chi <= limit
+
+
+@pytest.mark.parametrize(("min_p", "kept"), [(0.0, 4), (0.25, 3), (0.5, 2), (1.0, 1)])
+def test_min_p_keeps_its_edge(min_p: float, kept: int) -> None:
+    """Probabilities 8 : 4 : 2 : 1 are exact."""
+    logits = torch.tensor([[8.0, 4.0, 2.0, 1.0]]).log()
+    ones = torch.ones(1)
+    none = torch.zeros(1, dtype=torch.int64)
+    probs = probabilities(logits, ones, none, ones, torch.tensor([min_p - 1e-4 * (min_p > 0)]))
+    assert int((probs > 0).sum()) == kept
 
 
 def test_another_distribution_fails_the_same_test() -> None:
@@ -80,14 +123,15 @@ def test_another_distribution_fails_the_same_test() -> None:
 
 def test_temperature_zero_is_greedy_with_the_lowest_id_among_equals() -> None:
     assert set(draws(100, 0.0)) == {0}
-    assert greedy(LOGITS[None]).tolist() == [0]
-    assert greedy(torch.tensor([[1.0, 3.0, 3.0]])).tolist() == [1]
+    zero, none = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+    tied = torch.tensor([[1.0, 3.0, 3.0]])
+    assert sample(tied, zero, none, torch.ones(1), torch.tensor([0.9])).tolist() == [1]
 
 
 @pytest.mark.parametrize("temperature", [1e-8, 1e-6, 1e-5, 1e-3])
 def test_tiny_temperatures_are_finite_and_pick_the_top(temperature: float) -> None:
     assert set(draws(200, temperature)) <= {0, 3}  # the two equal best
-    assert one(temperature, draw=0.0) == 0
+    assert one(temperature, number=0.0) == 0
 
 
 def test_huge_temperature_is_nearly_uniform() -> None:
@@ -105,9 +149,9 @@ def test_tiny_top_p_keeps_one(top_p: float) -> None:
 def test_top_p_stops_at_exactly_its_mass(top_p: float, kept: int) -> None:
     """Four equal tokens weigh 1/4 each, exactly; one more than needed is one too many."""
     n = 400
-    draw = uniform(torch.full((n,), 5), torch.arange(n))
+    number = uniform(torch.full((n,), 5), torch.arange(n))
     none = torch.zeros(n, dtype=torch.int64)
-    seen = sample(torch.zeros(n, 4), torch.ones(n), none, torch.full((n,), top_p), draw)
+    seen = sample(torch.zeros(n, 4), torch.ones(n), none, torch.full((n,), top_p), number)
     assert set(seen.tolist()) == set(range(kept))
 
 
@@ -117,22 +161,22 @@ def test_top_k_counts_tied_tokens_by_id() -> None:
     assert set(draws(2000, 1.0, top_k=10**6)) >= set(range(10)) - {5, 1}
 
 
-@pytest.mark.parametrize("draw", [0.0, 2.0**-24, 0.5, 1 - 2.0**-24])
-def test_extreme_draws_stay_inside_what_is_kept(draw: float) -> None:
+@pytest.mark.parametrize("number", [0.0, 2.0**-24, 0.5, 1 - 2.0**-24])
+def test_extreme_draws_stay_inside_what_is_kept(number: float) -> None:
     for top_k, top_p in ((0, 1.0), (3, 1.0), (0, 0.5), (2, 0.3)):
         expected = direct(LOGITS, 1.0, top_k, top_p)
-        assert expected[one(1.0, top_k, top_p, draw)] > 0
+        assert expected[one(1.0, top_k, top_p, number)] > 0
 
 
 def test_rows_do_not_influence_each_other() -> None:
     n = 64
     logits = torch.randn(n, 50) * 3
     temperature, top_k = torch.rand(n) * 2, torch.randint(0, 9, (n,))
-    top_p, draw = torch.rand(n).clamp_min(0.05), torch.rand(n)
-    together = sample(logits, temperature, top_k, top_p, draw)
+    top_p, number = torch.rand(n).clamp_min(0.05), torch.rand(n)
+    together = sample(logits, temperature, top_k, top_p, number)
     for r in range(n):
         row = slice(r, r + 1)
-        alone = sample(logits[row], temperature[row], top_k[row], top_p[row], draw[row])
+        alone = sample(logits[row], temperature[row], top_k[row], top_p[row], number[row])
         assert int(alone) == int(together[r])
 
 
@@ -161,9 +205,9 @@ def test_one_seed_draws_the_same_tokens_alone_and_in_a_batch() -> None:
 def test_masked_logits_are_never_drawn() -> None:
     logits = LOGITS.clone()
     logits[[0, 3, 9]] = float("-inf")
-    draw = uniform(torch.full((4000,), 1), torch.arange(4000))
+    number = uniform(torch.full((4000,), 1), torch.arange(4000))
     ones = torch.ones(4000)
-    seen = sample(logits.expand(4000, -1), ones, torch.zeros(4000, dtype=torch.int64), ones, draw)
+    seen = sample(logits.expand(4000, -1), ones, torch.zeros(4000, dtype=torch.int64), ones, number)
     assert not {0, 3, 9} & set(seen.tolist())
 
 
@@ -198,3 +242,27 @@ def test_a_row_of_nan_harms_no_other_row() -> None:
     got = sample(logits, ones, torch.zeros(3, dtype=torch.int64), ones, ones * 0.5)
     assert got[0] == got[2] == one(1.0)
     assert 0 <= int(got[1]) < VOCAB
+
+
+def test_streams_are_independent() -> None:
+    """The draft of a position, its acceptance and its own token share no random numbers."""
+    seeds, positions = torch.full((20_000,), 9), torch.arange(20_000)
+    streams = torch.stack([uniform(seeds, positions, s) for s in (FINAL, DRAFT, ACCEPT)])
+    correlation = torch.corrcoef(streams.double()) - torch.eye(3)
+    assert float(correlation.abs().max()) < 0.03
+    for shift in range(-40, 41):  # neither does another seed, nearby or not
+        other = uniform(seeds + shift * 77777, positions, FINAL)
+        assert not torch.equal(other, streams[DRAFT])
+        assert not torch.equal(other, streams[ACCEPT])
+
+
+def test_a_draw_never_takes_what_has_no_probability() -> None:
+    """Also where the sum is rounded: the last positive token is the limit."""
+    probs = torch.tensor([[0.0, 0.1, 0.0, 0.2, 0.0], [0.0, 0.0, 0.0, 0.0, 5.0]])
+    for number in (0.0, 0.3, 0.34, 0.999, 1 - 2.0**-24, 1.0):
+        got = draw(probs, torch.tensor([number, number])).tolist()
+        assert got[0] in (1, 3)
+        assert got[1] == 4
+    many = torch.rand(50, 100_000).softmax(-1)
+    many[:, 70_000:] = 0.0
+    assert bool((draw(many, torch.full((50,), 1 - 2.0**-24)) < 70_000).all())

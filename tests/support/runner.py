@@ -36,7 +36,7 @@ class Runner:
         )
         request.slot = self._slots.pop()
         self.pages.table.admit(
-            request.slot, request.token_ids, temperature=0.0, top_p=1.0, top_k=0, seed=0
+            request.slot, request.token_ids, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0
         )
         return request
 

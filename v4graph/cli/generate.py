@@ -54,6 +54,9 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest that sum to this.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from this many; 0 is all.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(help="Sample from tokens of at least this share of the likeliest's.")
+    ] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling of each prompt.")] = None,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Text that ends it; repeatable.")
@@ -83,6 +86,7 @@ def generate(
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
+        "min_p": min_p,
         "seed": seed,
         "ignore_eos": ignore_eos,
     }

@@ -23,6 +23,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    """Keeps tokens of at least this share of the largest probability; 0 keeps all."""
     seed: int | None = None
     """Equal seeds give equal tokens, alone or in any batch."""
     stop_token_ids: tuple[int, ...] = ()
@@ -35,6 +37,7 @@ class SamplingParams:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
         _number("temperature", self.temperature, 0.0, 2.0**31)
         _number("top_p", self.top_p, 0.0, 1.0)
+        _number("min_p", self.min_p, 0.0, 1.0)
         if self.top_p == 0:
             raise RequestError("top_p must be above 0 and at most 1, got 0", "top_p")
         for token in self.stop_token_ids:

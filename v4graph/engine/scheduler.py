@@ -155,6 +155,7 @@ class Scheduler:
             temperature=p.temperature,
             top_p=p.top_p,
             top_k=p.top_k,
+            min_p=p.min_p,
             seed=request.seed,
         )
         self.running.append(request)

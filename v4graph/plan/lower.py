@@ -297,7 +297,7 @@ def _table_bytes(
     slots, k = limits.max_num_seqs + 1, limits.num_draft_tokens
     columns = sum(g.table_width for g in groups) * DTYPES["int64"]
     tokens = (max_model_len + 1) * DTYPES["int64"]
-    scalars = (8 + k) * DTYPES["int64"]
+    scalars = (9 + k) * DTYPES["int64"]
     draft_probs = 0 if limits.greedy_only else k * spec.vocab_size * DTYPES["float32"]
     return slots * (columns + tokens + scalars + draft_probs)
 

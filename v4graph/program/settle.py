@@ -10,7 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from v4graph.ops.sampling import DRAFT, draw, probabilities, uniform, verify, verify_greedy
+from v4graph.ops.sampling import (
+    DRAFT,
+    certain,
+    draw,
+    probabilities,
+    uniform,
+    verify,
+    verify_greedy,
+)
 from v4graph.program.commit import commit_draft, commit_sampled, commit_verified
 
 Tensors = dict[str, Tensor]
@@ -42,11 +50,11 @@ def verify_drafts_sample(table: Tensors, host: Tensors, buf: Tensors, logits: Te
     rows = logits.unflatten(0, (slots.shape[0], -1))
     drafts = table["draft_tokens"][slots]
     # A request without a temperature drafts greedily, also in rounds that stored no distribution.
-    certain = torch.nn.functional.one_hot(drafts, rows.shape[-1]).float()
+    likeliest = certain(drafts, rows[:, :-1])
     greedy = (table["temperature"][slots] <= 0)[:, None, None]
     accepted, token = verify(
         _probabilities(table, slots, rows),
-        torch.where(greedy, certain, table["draft_probs"][slots]),
+        torch.where(greedy, likeliest, table["draft_probs"][slots]),
         drafts,
         buf["num_drafts"],
         table["seed"][slots],
@@ -74,8 +82,8 @@ def draft_sample(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) ->
 def _probabilities(table: Tensors, slots: Tensor, logits: Tensor) -> Tensor:
     """Distributions `[R, ..., V]` that the requests' parameters make of the logits."""
     shape = (-1, *([1] * (logits.dim() - 2)))
-    temperature, top_k, top_p = (
+    temperature, top_k, top_p, min_p = (
         table[name][slots].view(shape).expand(logits.shape[:-1])
-        for name in ("temperature", "top_k", "top_p")
+        for name in ("temperature", "top_k", "top_p", "min_p")
     )
-    return probabilities(logits, temperature, top_k, top_p)
+    return probabilities(logits, temperature, top_k, top_p, min_p)

@@ -18,6 +18,7 @@ _SCALARS = {
     "num_drafts": torch.int64,  # drafts that follow the known tokens
     "temperature": torch.float32,
     "top_p": torch.float32,
+    "min_p": torch.float32,
     "top_k": torch.int64,
     "seed": torch.int64,
 }
@@ -61,6 +62,7 @@ class RequestTable:
         temperature: float,
         top_p: float,
         top_k: int,
+        min_p: float,
         seed: int,
     ) -> None:
         """Start a request in `slot`: its tokens are known, none is computed."""
@@ -74,6 +76,7 @@ class RequestTable:
             "temperature": temperature,
             "top_p": top_p,
             "top_k": top_k,
+            "min_p": min_p,
             "seed": seed,
         }
         for name, value in values.items():
