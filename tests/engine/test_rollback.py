@@ -153,10 +153,9 @@ def check_pattern(
         nonlocal worst
         if request.num_computed_tokens == 0:
             return
-        error, key = difference(visible_rows(llm, request), reference.rows[int(request.request_id)])
+        error = difference(visible_rows(llm, request), reference.rows[int(request.request_id)])
         if not error <= worst:
             worst = error
-            print(f"prompt {request.request_id}, {request.num_computed_tokens} computed: {key}")
 
     llm.draft_injector = inject
     whole: list[tuple[int, int]] = []

@@ -50,6 +50,8 @@ class EngineConfig:
     """Drafts a round; None is the mode's own number."""
     overlap: bool = True
     """Launch a round before the tokens of the last one are read."""
+    cuda_graphs: bool = True
+    """On a GPU, launch each round as one CUDA graph."""
 
     def limits(self) -> Limits:
         """The plan's view of this configuration."""
@@ -143,7 +145,9 @@ class LLMEngine:
             raise PlanError(f"kernels {config.kernels!r}: this version has 'reference' only")
         plan = lower(spec, config.limits())
         state = build_state(spec, plan, params, config.torch_device(), config.checked)
-        programs = ProgramSet(state, Compiler(config.compile), config.checked)
+        programs = ProgramSet(
+            state, Compiler(config.compile), config.checked, cuda_graphs=config.cuda_graphs
+        )
         _warm_up(programs, progress)
         return cls(spec, plan, programs, config.seed)
 

@@ -105,12 +105,16 @@ class ProgramSet:
         compiler: Compiler,
         checked: bool,
         keys: Collection[tuple[Mode, Bucket]] | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
-        """`keys` restricts the set to some programs; all of the plan's if left out."""
+        """`keys` restricts the set to some programs; all of the plan's if left out. On a GPU
+        compiled rounds become CUDA graphs unless `cuda_graphs` is False."""
         self.state, self.compiler, self.checked = state, compiler, checked
         self._stages: dict[tuple[Mode, Bucket], Stage] = {}
+        on_gpu = state.table.device.type == "cuda"
+        pool = torch.cuda.graph_pool_handle() if cuda_graphs and on_gpu else None
         self.programs: dict[tuple[Mode, Bucket], StepProgram] = {
-            key: StepProgram(state, *key, compiler, checked, self._stage)
+            key: StepProgram(state, *key, compiler, checked, self._stage, pool)
             for key in state.plan.rounds()
             if keys is None or key in keys
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from v4graph.errors import ProgramError
 from v4graph.plan.types import Bucket, Mode
 from v4graph.program.compiler import Call, Compiler
+from v4graph.program.graph import CapturedTape
 from v4graph.program.stage import ModelState, Stage, Tensors
 from v4graph.program.tape import Tape
 
@@ -30,6 +32,34 @@ class StepResult:
     """`[R, V]` float32, or `[R, W, V]` after target-verify."""
 
 
+class HostLists:
+    """What the host hands a round: request slots, token counts, the step number.
+
+    One copy a round, which on a GPU the host does not wait for.
+    """
+
+    def __init__(self, num_reqs: int, device: torch.device) -> None:
+        size = 2 * num_reqs + 1
+        self._device = torch.zeros(size, dtype=torch.int64, device=device)
+        self.tensors: Tensors = {
+            "slots": self._device[:num_reqs],
+            "query_lens": self._device[num_reqs:-1],
+            "step": self._device[-1:],
+        }
+        # Two, in turn: at most one round is unread when the next is launched, so that a buffer is
+        # written again only when the round that it was copied for has been read.
+        pinned = device.type == "cuda"
+        self._staged = [torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+
+    def write(self, slots: list[int], query_lens: list[int], step: int) -> None:
+        """Hand over a batch, padded with the null request."""
+        self._staged.reverse()
+        staged = self._staged[0]
+        pad = [0] * ((len(staged) - 1) // 2 - len(slots))
+        staged.copy_(torch.tensor([*slots, *pad, *query_lens, *pad, step]))
+        self._device.copy_(staged, non_blocking=True)
+
+
 class StepProgram:
     """The round that begins with one mode at one bucket: `run` computes and commits it."""
 
@@ -41,22 +71,21 @@ class StepProgram:
         compiler: Compiler,
         checked: bool,
         stage: Callable[[Mode, Bucket], Stage] | None = None,
+        graph_pool: Any = None,
     ) -> None:
-        """`stage` finds a stage that programs share; each has its own if left out."""
+        """`stage` finds a stage that programs share; each has its own if left out. With a
+        `graph_pool`, recorded rounds become CUDA graphs."""
         self.state, self.mode, self.bucket, self.checked = state, mode, bucket, checked
         self._compiler = compiler
-        self._tapes: dict[bool, Tape] = {}
+        self._tapes: dict[bool, Tape | CapturedTape] = {}
         self._table = state.table.tensors()
         find = stage or (lambda m, b: Stage(state, m, b, compiler))
         plans = state.plan.stages(mode, bucket)
         self.stages: Sequence[Stage] = [find(p.mode, p.bucket) for p in plans]
         self._repeats = [p.repeat for p in plans]
-        device = state.table.device
-        self.host: Tensors = {
-            "slots": torch.zeros(bucket.num_reqs, dtype=torch.int64, device=device),
-            "query_lens": torch.zeros(bucket.num_reqs, dtype=torch.int64, device=device),
-            "step": torch.zeros(1, dtype=torch.int64, device=device),
-        }
+        self._graph_pool = graph_pool
+        self._lists = HostLists(bucket.num_reqs, state.table.device)
+        self.host: Tensors = self._lists.tensors
 
     @property
     def buf(self) -> Tensors:
@@ -106,7 +135,9 @@ class StepProgram:
             self._tapes.pop(random, None)
             self.run([], [], 0, random)
             if self._compiler.enabled and not self.checked and self.mode is not Mode.IDLE:
-                self._tapes[random] = self._record(random)
+                tape = self._record(random)
+                pool = self._graph_pool
+                self._tapes[random] = tape if pool is None else CapturedTape(tape, pool)
 
     def calls_per_step(self) -> dict[str, int]:
         """Compiled calls of a recorded round, by variant; empty where nothing was recorded."""
@@ -131,10 +162,7 @@ class StepProgram:
                 f"{self.mode.value} program of {T} tokens and {R} requests was given "
                 f"{sum(query_lens)} tokens in {len(slots)} requests"
             )
-        pad = [0] * (R - len(slots))
-        self.host["slots"].copy_(torch.tensor(slots + pad))
-        self.host["query_lens"].copy_(torch.tensor(query_lens + pad))
-        self.host["step"].fill_(step)
+        self._lists.write(slots, query_lens, step)
 
     def _check_logits(self, logits: Tensor, num_reqs: int, step: int) -> None:
         buf = self.stages[0].buf
