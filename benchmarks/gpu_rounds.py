@@ -158,11 +158,18 @@ def launches(llm: LLMEngine, ids: list[list[int]]) -> dict[str, float]:
     }
 
 
-def cost(spec: ModelSpec, params: Params, ids: list[list[int]], new: int) -> list[dict[str, Any]]:
-    """Part 2."""
+def cost(
+    spec: ModelSpec,
+    params: Params,
+    ids: list[list[int]],
+    new: int,
+    sizes: tuple[list[int], list[int]],
+) -> list[dict[str, Any]]:
+    """Part 2, at the given batch sizes and numbers of drafts."""
+    batches, ks = sizes
     out: list[dict[str, Any]] = []
-    for batch in (1, 8):
-        for k in (0, 1, 3):
+    for batch in batches:
+        for k in ks:
             seen: list[dict[str, list[int]]] = []
             for graphs in (False, True):
                 begin = time.perf_counter()
@@ -233,7 +240,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=200)
-    parser.add_argument("--parts", default="cost,gap")
+    parser.add_argument("--parts", default="gap,cost")
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--ks", default="0,1,3")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     spec, folder = load_spec("v4-nano"), spec_path("v4-nano").with_suffix("")
@@ -245,10 +254,14 @@ def main() -> None:
         "prompts": len(ids),
         "max_tokens": args.max_tokens,
     }
-    for part, run in (("cost", cost), ("gap", gap)):
-        if part in args.parts.split(","):
-            data[part] = run(spec, params, ids, args.max_tokens)
-            (args.out / "rounds.json").write_text(json.dumps(data, indent=1))
+    parts = args.parts.split(",")
+    for part in parts:
+        if part == "gap":
+            data[part] = gap(spec, params, ids, args.max_tokens)
+        else:
+            sizes = ([int(n) for n in text.split(",")] for text in (args.batches, args.ks))
+            data[part] = cost(spec, params, ids, args.max_tokens, (next(sizes), next(sizes)))
+        (args.out / "rounds.json").write_text(json.dumps(data, indent=1))
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ class PageManager:
 
     def allocate(self, request: Request, missing: dict[str, list[int]]) -> None:
         """Take the pages and write them into the request's block tables."""
+        entries: dict[str, dict[int, int]] = {}
         for name, blocks in missing.items():
             if not blocks:
                 continue
@@ -100,7 +101,9 @@ class PageManager:
             if self._poison is not None:
                 self._poison(name, pages)
             request.pages.setdefault(name, {}).update(zip(blocks, pages, strict=True))
-            self.table.set_pages(name, request.slot, [b % width for b in blocks], pages)
+            columns = [b % width for b in blocks]
+            entries[name] = dict(zip(columns, pages, strict=True))
+        self.table.set_pages(request.slot, entries)
 
     def free_unreadable(self, request: Request) -> None:
         """Free pages of sliding groups whose rows lie before every later query's range."""

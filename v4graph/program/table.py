@@ -49,10 +49,17 @@ class RequestTable:
         self.draft_tokens = torch.zeros(slots, k, dtype=torch.int64, device=device)
         sampled = 0 if plan.limits.greedy_only else vocab_size
         self.draft_probs = torch.zeros(slots, k, sampled, device=device)
-        self.block_tables = {
-            g.name: torch.full((slots, g.table_width), NULL_PAGE, dtype=torch.int64, device=device)
-            for g in plan.groups
-        }
+        # One tensor behind all block tables, so that a request's new pages are one write.
+        sizes = [slots * g.table_width for g in plan.groups]
+        self._tables = torch.full((sum(sizes),), NULL_PAGE, dtype=torch.int64, device=device)
+        self.block_tables: dict[str, Tensor] = {}
+        self._places: dict[str, tuple[int, int]] = {}
+        offset = 0
+        for g, size in zip(plan.groups, sizes, strict=True):
+            table = self._tables[offset : offset + size].view(slots, g.table_width)
+            self.block_tables[g.name] = table
+            self._places[g.name] = (offset, g.table_width)
+            offset += size
 
     def admit(
         self,
@@ -66,8 +73,7 @@ class RequestTable:
         seed: int,
     ) -> None:
         """Start a request in `slot`: its tokens are known, none is computed."""
-        ids = torch.tensor(token_ids, dtype=torch.int64)
-        self.token_ids[slot, : len(token_ids)] = ids.to(self.device)
+        self.token_ids[slot, : len(token_ids)] = self._sent(token_ids)
         values = {
             "num_tokens": len(token_ids),
             "num_computed_tokens": 0,
@@ -82,16 +88,28 @@ class RequestTable:
         for name, value in values.items():
             self.scalars[name][slot] = value
 
-    def set_pages(self, group: str, slot: int, columns: list[int], pages: list[int]) -> None:
-        """Write block-table entries of one request."""
-        table = self.block_tables[group]
-        where = torch.tensor(columns, dtype=torch.int64, device=self.device)
-        table[slot, where] = torch.tensor(pages, dtype=torch.int64, device=self.device)
+    def set_pages(self, slot: int, pages: dict[str, dict[int, int]]) -> None:
+        """Write block-table entries of one request: pages by group and column."""
+        where, what = [], []
+        for group, entries in pages.items():
+            offset, width = self._places[group]
+            where += [offset + slot * width + column for column in entries]
+            what += entries.values()
+        if where:
+            both = self._sent([*where, *what])
+            self._tables.index_put_((both[: len(where)],), both[len(where) :])
+
+    def _sent(self, values: list[int]) -> Tensor:
+        """Numbers on the device, by a copy that the host does not wait for."""
+        on_host = torch.tensor(values, dtype=torch.int64)
+        if self.device.type != "cuda":
+            return on_host
+        return on_host.pin_memory().to(self.device, non_blocking=True)
 
     def force_drafts(self, slot: int, drafts: list[int]) -> None:
         """Replace a request's drafts; with a temperature they count as drawn with certainty."""
         n = len(drafts)
-        ids = torch.tensor(drafts, dtype=torch.int64, device=self.device)
+        ids = self._sent(drafts)
         self.draft_tokens[slot, :n] = ids
         self.scalars["num_drafts"][slot] = n
         if self.draft_probs.shape[-1]:
