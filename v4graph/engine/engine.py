@@ -14,7 +14,7 @@ from v4graph.engine.pages import PageManager
 from v4graph.engine.request import FinishReason, Request, SamplingParams, StepOutput
 from v4graph.engine.rounds import DraftCounts, Injector, Readback, Recorder, Round, RoundRecord
 from v4graph.engine.scheduler import ScheduledBatch, Scheduler
-from v4graph.errors import PlanError, RequestError
+from v4graph.errors import PlanError, ProgramError, RequestError
 from v4graph.model.loader import load_params
 from v4graph.plan.lower import lower
 from v4graph.plan.types import Bucket, Limits, Mode, Plan
@@ -289,6 +289,10 @@ class LLMEngine:
                 continue  # aborted, or it ended in the round before
             tokens = rows[i]
             if verifying:
+                if not tokens:
+                    raise ProgramError(
+                        f"{request.request_id}: a verification that committed no token"
+                    )
                 self._count_round(request, count - 1, tokens, done, i)
             output = self._append(request, tokens)
             if output is not None:
