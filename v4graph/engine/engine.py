@@ -16,6 +16,7 @@ from v4graph.engine.rounds import DraftCounts, Injector, Readback, Recorder, Rou
 from v4graph.engine.scheduler import ScheduledBatch, Scheduler
 from v4graph.errors import PlanError, ProgramError, RequestError
 from v4graph.model.loader import load_params
+from v4graph.plan.budget import fit
 from v4graph.plan.lower import lower
 from v4graph.plan.types import Bucket, Limits, Mode, Plan
 from v4graph.program import precompile
@@ -143,8 +144,12 @@ class LLMEngine:
         """Build an engine around parameters in memory (see `v4graph.model.params`)."""
         if config.kernels != "reference":
             raise PlanError(f"kernels {config.kernels!r}: this version has 'reference' only")
-        plan = lower(spec, config.limits())
-        state = build_state(spec, plan, params, config.torch_device(), config.checked)
+        device = config.torch_device()
+        if device.type == "cuda":
+            plan = fit(spec, config.limits(), torch.cuda.mem_get_info(device)[0])
+        else:
+            plan = lower(spec, config.limits())
+        state = build_state(spec, plan, params, device, config.checked)
         programs = ProgramSet(
             state, Compiler(config.compile), config.checked, cuda_graphs=config.cuda_graphs
         )

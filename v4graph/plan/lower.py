@@ -36,8 +36,12 @@ MAX_DRAFT_TOKENS = 8
 _ROW_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
-def lower(spec: ModelSpec, limits: Limits) -> Plan:
+def lower(spec: ModelSpec, limits: Limits, *, count_draft_layers: bool = True) -> Plan:
     """Derive the plan of `spec`.
+
+    Args:
+        count_draft_layers: False sizes pools as if draft layers had none, for showing what that
+            overcommits.
 
     Raises:
         PlanError: limits that cannot hold (lengths, buckets, memory) or a row format without an
@@ -52,7 +56,7 @@ def lower(spec: ModelSpec, limits: Limits) -> Plan:
     )
     layers = tuple(LayerPlan(i, a, f) for i, (a, f) in enumerate(spec.layer_kinds))
     shapes = _group_shapes(spec, limits, max_model_len, layers, speculation)
-    groups = _size_pools(shapes, limits, max_model_len, speculation)
+    groups = _size_pools(shapes, limits, max_model_len, speculation, count_draft_layers)
     tensors = inventory(spec)
     pools = sum(g.num_pages * g.page_bytes for g in groups)
     table = _table_bytes(spec, groups, limits, max_model_len)
@@ -246,7 +250,11 @@ def _row_dtype(name: str, row_format: str, compute: str) -> str:
 
 
 def _size_pools(
-    shapes: list[GroupPlan], limits: Limits, max_model_len: int, speculation: SpeculationPlan
+    shapes: list[GroupPlan],
+    limits: Limits,
+    max_model_len: int,
+    speculation: SpeculationPlan,
+    count_draft_layers: bool,
 ) -> tuple[GroupPlan, ...]:
     """Give every group pages for the most history tokens that the memory allows.
 
@@ -274,7 +282,10 @@ def _size_pools(
         return out
 
     def cost(tokens: int) -> int:
-        return sum(g.num_pages * g.page_bytes for g in sized(tokens))
+        left_out = 0 if count_draft_layers else 1
+        return sum(
+            g.num_pages * (g.page_bytes - left_out * g.draft_page_bytes) for g in sized(tokens)
+        )
 
     most = seqs * max_model_len
     budget = limits.kv_memory_bytes or cost(most)
