@@ -264,7 +264,7 @@ class LLMEngine:
             any(r.params.temperature > 0 for r in batch.requests),
         )
         preemptions = [r.num_preemptions for r in batch.requests]
-        return Round(batch, Readback(result.tokens), preemptions, drafts)
+        return Round(batch, Readback(result.tokens, result.num_drafts), preemptions, drafts)
 
     def _inject(self, requests: list[Request]) -> None:
         assert self.draft_injector is not None  # noqa: S101 (the caller asked)
@@ -286,7 +286,7 @@ class LLMEngine:
     def _read(self, done: Round) -> list[StepOutput]:
         outputs = []
         verifying = done.batch.mode is Mode.TARGET_VERIFY
-        rows = done.tokens.wait()
+        rows, num_drafts = done.tokens.wait()
         for i, (request, count) in enumerate(
             zip(done.batch.requests, done.batch.num_scheduled_tokens, strict=True)
         ):
@@ -298,7 +298,7 @@ class LLMEngine:
                     raise ProgramError(
                         f"{request.request_id}: a verification that committed no token"
                     )
-                self._count_round(request, count - 1, tokens, done, i)
+                self._count_round(request, (count - 1, num_drafts[i]), tokens, done, i)
             output = self._append(request, tokens)
             if output is not None:
                 outputs.append(output)
@@ -307,13 +307,19 @@ class LLMEngine:
         return outputs
 
     def _count_round(
-        self, request: Request, num_drafts: int, tokens: list[int], done: Round, index: int
+        self,
+        request: Request,
+        num_drafts: tuple[int, int],
+        tokens: list[int],
+        done: Round,
+        index: int,
     ) -> None:
+        """`num_drafts`: those that there was room for, and those that were verified."""
+        room, verified = num_drafts
         if request.num_preemptions == done.preemptions[index]:
             request.num_computed_tokens += len(tokens) - 1
-            request.num_unread_drafts -= num_drafts
-        room = max(self.max_model_len - 1 - request.num_tokens, 0)
-        self.draft_counts.add(min(num_drafts, room), len(tokens) - 1)
+            request.num_unread_drafts -= room
+        self.draft_counts.add(verified, len(tokens) - 1)
         if self.recorder is not None:
             known = request.num_tokens
             self.recorder(RoundRecord(request.request_id, known, done.drafts[index], tokens))

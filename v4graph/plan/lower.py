@@ -27,6 +27,7 @@ from v4graph.spec.model import (
     CompressedGroup,
     CompressorStateGroup,
     ModelSpec,
+    NgramSpeculation,
     NoSpeculation,
     SlidingWindowGroup,
     SparseAttention,
@@ -59,7 +60,7 @@ def lower(spec: ModelSpec, limits: Limits, *, count_draft_layers: bool = True) -
     groups = _size_pools(shapes, limits, max_model_len, speculation, count_draft_layers)
     tensors = inventory(spec)
     pools = sum(g.num_pages * g.page_bytes for g in groups)
-    table = _table_bytes(spec, groups, limits, max_model_len)
+    table = _table_bytes(spec, groups, limits, max_model_len, speculation)
     weight_bytes = sum(t.num_bytes for t in tensors)
     plan = Plan(
         name=spec.name,
@@ -101,6 +102,8 @@ def speculation_plan(spec: ModelSpec, limits: Limits) -> SpeculationPlan:
     count = limits.num_draft_tokens or mode.num_draft_tokens
     if not 1 <= count <= MAX_DRAFT_TOKENS:
         raise PlanError(f"num_draft_tokens {count}: expected 1..{MAX_DRAFT_TOKENS}")
+    if isinstance(mode, NgramSpeculation):
+        return SpeculationPlan(name, "ngram", count, ngram=(mode.min_ngram, mode.max_ngram))
     if mode.num_layers != 1:
         raise PlanError(
             f"speculative {name!r}: num_layers {mode.num_layers} has no round in this version; "
@@ -303,13 +306,18 @@ def _size_pools(
 
 
 def _table_bytes(
-    spec: ModelSpec, groups: Sequence[GroupPlan], limits: Limits, max_model_len: int
+    spec: ModelSpec,
+    groups: Sequence[GroupPlan],
+    limits: Limits,
+    max_model_len: int,
+    speculation: SpeculationPlan,
 ) -> int:
     slots, k = limits.max_num_seqs + 1, limits.num_draft_tokens
     columns = sum(g.table_width for g in groups) * DTYPES["int64"]
     tokens = (max_model_len + 1) * DTYPES["int64"]
     scalars = (9 + k) * DTYPES["int64"]
-    draft_probs = 0 if limits.greedy_only else k * spec.vocab_size * DTYPES["float32"]
+    stored = speculation.layers and not limits.greedy_only
+    draft_probs = 0 if not stored else k * spec.vocab_size * DTYPES["float32"]
     return slots * (columns + tokens + scalars + draft_probs)
 
 

@@ -107,9 +107,16 @@ class Stage:
         self._drafting = kind == "draft"
         if self._layers:
             self._build_layers()
+            settles: tuple[settle.Settle, ...] = _SETTLE[mode]
+            drafting = plan.speculation
+            if drafting.kind == "ngram":
+                settles = tuple(
+                    settle.with_lookup(fn, drafting.num_draft_tokens, drafting.ngram)
+                    for fn in settles
+                )
             self._settle = {
                 random: self.region("sample" if random else "greedy", fn)
-                for random, fn in zip((False, True), _SETTLE[mode], strict=True)
+                for random, fn in zip((False, True), settles, strict=True)
             }
 
     def region(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:

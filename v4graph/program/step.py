@@ -29,7 +29,9 @@ class StepResult:
     tokens: Tensor
     """`[R, W]` int64, the new tokens of each request; -1 behind the last one."""
     logits: Tensor
-    """`[R, V]` float32, or `[R, W, V]` after target-verify."""
+    """`[R, V]` float32, or `[R * W, V]` after target-verify."""
+    num_drafts: Tensor | None = None
+    """`[R]` int64, the drafts that target-verify has verified."""
 
 
 class HostLists:
@@ -109,8 +111,13 @@ class StepProgram:
         with torch.no_grad():
             tape = self._tapes.get(random)
             if tape is not None:
-                return StepResult(*tape.replay())
+                tokens, logits = tape.replay()
+                return StepResult(tokens, logits, self._num_drafts)
             return self._run_stages(len(slots), step, random)
+
+    @property
+    def _num_drafts(self) -> Tensor | None:
+        return self.stages[0].buf.get("num_drafts")
 
     def _run_stages(self, num_reqs: int, step: int, random: bool) -> StepResult:
         first, checked = self.stages[0], self.checked
@@ -120,7 +127,8 @@ class StepProgram:
         logits, streams = first.main()
         if checked:
             self._check_logits(logits, num_reqs, step)
-        result = StepResult(first.settle(self.host, logits, random), logits)
+        tokens = first.settle(self.host, logits, random)
+        result = StepResult(tokens, logits, self._num_drafts)
         for stage, repeat in zip(self.stages[1:], self._repeats[1:], strict=True):
             for _ in range(repeat):
                 stage.prepare(self.host, step, checked)

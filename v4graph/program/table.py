@@ -32,7 +32,7 @@ class RequestTable:
         scalars: `[S]` tensors by name.
         draft_tokens: `[S, k]` int64.
         draft_probs: `[S, k, V]` float32, what drafts of requests with a temperature were drawn
-            from; without drafts or sampling it has no elements.
+            from; without draft layers or sampling it has no elements.
         block_tables: `[S, table_width]` int64 page ids by group; the null page where unassigned.
     """
 
@@ -47,7 +47,9 @@ class RequestTable:
         }
         k = plan.speculation.num_draft_tokens
         self.draft_tokens = torch.zeros(slots, k, dtype=torch.int64, device=device)
-        sampled = 0 if plan.limits.greedy_only else vocab_size
+        # Drafts that no layer draws are certain: there is no distribution to keep.
+        stored = bool(plan.speculation.layers) and not plan.limits.greedy_only
+        sampled = vocab_size if stored else 0
         self.draft_probs = torch.zeros(slots, k, sampled, device=device)
         # One tensor behind all block tables, so that a request's new pages are one write.
         sizes = [slots * g.table_width for g in plan.groups]
