@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import ceil
 
 from v4graph.errors import PlanError
+from v4graph.plan.rules import RULE_FLOATS, RULE_INTS
 from v4graph.plan.types import (
     DTYPES,
     Bucket,
@@ -299,7 +300,9 @@ def _table_bytes(
     tokens = (max_model_len + 1) * DTYPES["int64"]
     scalars = (9 + k) * DTYPES["int64"]
     draft_probs = 0 if limits.greedy_only else k * spec.vocab_size * DTYPES["float32"]
-    return slots * (columns + tokens + scalars + draft_probs)
+    rules = RULE_INTS * DTYPES["int64"] + RULE_FLOATS * DTYPES["float32"]
+    rules = rules if limits.logits_processing else 0
+    return slots * (columns + tokens + scalars + draft_probs + rules)
 
 
 def _modes(
