@@ -157,6 +157,7 @@ class Scheduler:
             top_k=p.top_k,
             min_p=p.min_p,
             seed=request.seed,
+            rules=request.rules,
         )
         self.running.append(request)
         self.pages.allocate(request, missing)

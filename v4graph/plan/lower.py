@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import ceil
 
 from v4graph.errors import PlanError
+from v4graph.plan.rules import RULE_FLOATS, RULE_INTS
 from v4graph.plan.types import (
     DTYPES,
     Bucket,
@@ -318,7 +319,9 @@ def _table_bytes(
     scalars = (9 + k) * DTYPES["int64"]
     stored = speculation.layers and not limits.greedy_only
     draft_probs = 0 if not stored else k * spec.vocab_size * DTYPES["float32"]
-    return slots * (columns + tokens + scalars + draft_probs)
+    rules = RULE_INTS * DTYPES["int64"] + RULE_FLOATS * DTYPES["float32"]
+    rules = rules if limits.logits_processing else 0
+    return slots * (columns + tokens + scalars + draft_probs + rules)
 
 
 def _modes(

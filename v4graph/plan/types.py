@@ -50,6 +50,11 @@ class Limits:
     """(tokens, requests) with a prefill program; empty stands for the plan's own choice."""
     greedy_only: bool = False
     """Leave out the programs that sample; every request must have temperature 0."""
+    logits_processing: bool = False
+    """Have programs for penalties, biases, banned tokens and `min_tokens`."""
+    max_logprobs: int = 0
+    """Most alternatives whose log-probabilities a request may ask for; 0 leaves these programs
+    out."""
 
 
 GroupKind = Literal["sliding_window", "compressed", "compressor_state"]
