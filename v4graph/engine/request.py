@@ -219,9 +219,15 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def is_prefilling(self) -> bool:
-        """Whether more than the newest token is still to be computed.
+    def num_prefill_tokens(self) -> int:
+        """Tokens that prefill steps compute: the prompt, and after a preemption all but the newest.
 
-        Also True before the first step; False from the launch of a prompt's last chunk on.
+        So a request goes on with the round that it would have had: the same positions are drafted,
+        and its random numbers serve the same ends.
         """
-        return self.num_tokens - self.num_computed_tokens > 1
+        return self.num_tokens - (self.num_generated_tokens > 0)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether prefill steps are to come: False from the launch of the last chunk on."""
+        return self.num_computed_tokens < self.num_prefill_tokens

@@ -120,14 +120,14 @@ class Scheduler:
             if len(batch) == self._prefill_reqs or budget == 0:
                 break
             if request.is_prefilling and request in self.running:
-                count = min(budget, request.num_tokens - request.num_computed_tokens)
+                count = min(budget, request.num_prefill_tokens - request.num_computed_tokens)
                 if self._make_room(request, count):
                     batch.append(request)
                     counts.append(count)
                     budget -= count
         while self.waiting and self._slots and budget and len(batch) < self._prefill_reqs:
             request = self.waiting[0]
-            count = min(budget, request.num_tokens)
+            count = min(budget, request.num_prefill_tokens)
             if not self._admit(request, count):
                 break
             batch.append(request)

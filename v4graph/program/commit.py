@@ -62,8 +62,11 @@ def commit_draft(table: Tensors, host: Tensors, buf: Tensors, token: Tensor) -> 
 def commit_lookup(
     table: Tensors, host: Tensors, buf: Tensors, drafts: Tensor, count: Tensor
 ) -> None:
-    """Drafts `[R, k]`, of which `count [R]` count, for every request that was due a token."""
-    due, slots = buf["do_sample"], host["slots"]
+    """Drafts `[R, k]`, of which `count [R]` count, for every request whose next step verifies."""
+    slots = host["slots"]
+    # Not `do_sample`: a request that was preempted goes on with the drafts that it had.
+    last = table["num_tokens"][slots] - 1
+    due = (host["query_lens"] > 0) & (table["num_computed_tokens"][slots] == last)
     where = torch.where(due, slots, 0)
     table["draft_tokens"].index_put_((where,), torch.where(due[:, None], drafts, 0))
     table["num_drafts"].index_put_((where,), torch.where(due, count, 0))
