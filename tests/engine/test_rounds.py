@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.ops.test_ngram import search
 from tests.support import nano
 from tests.support.speculation import Session, greedy, run
 from tests.support.tiny import Tiny
@@ -215,6 +216,39 @@ def test_the_context_limit_inside_a_round(k: int) -> None:
         assert session.reasons[name] is FinishReason.LENGTH
     for records in session.rounds.values():
         assert all(r.num_tokens + len(r.drafts) <= 95 for r in records)
+
+
+# Prompt lookup ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_lookup_changes_no_greedy_token(k: int, overlap: bool) -> None:
+    """Drafts are what the rule says, accepted where they are the model's own choices."""
+    llm = nano_engine(k, speculative="ngram", overlap=overlap, checked=True)
+    session = run(llm, prompts(), greedy(24))
+    assert session.tokens == free().tokens
+    assert session.num_accepted > 0
+    for name, records in session.rounds.items():
+        full = [*prompts()[name], *session.tokens[name]]
+        for r in records:
+            known = full[: r.num_tokens]
+            if len(known) == r.num_tokens:
+                assert r.drafts == search(known, k, 1, 3)[: 95 - r.num_tokens]
+    counts = llm.draft_counts
+    assert (counts.drafts, counts.accepted) == (session.num_drafts, session.num_accepted)
+
+
+def test_lookup_samples_with_seeds() -> None:
+    """Certain drafts: the same seeds give the same tokens alone and in a batch."""
+    params = {
+        name: SamplingParams(max_tokens=20, temperature=0.6, seed=i, ignore_eos=True)
+        for i, name in enumerate(prompts())
+    }
+    together = run(nano_engine(3, speculative="ngram"), prompts(), params).tokens
+    for name, ids in prompts().items():
+        alone = run(nano_engine(3, speculative="ngram"), {name: ids}, {name: params[name]}).tokens
+        assert alone[name] == together[name]
 
 
 # Injected drafts -------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ CASES = [
     # Closed sets.
     ("kind: sliding_attention", "kind: full", "20:11: attention.swa.kind: unknown kind", "one of"),
     ("ding_attention", "ding_atention", "20:11: attention.swa.kind: unk", "'sliding_attention'?"),
-    ("{kind: none}", "{}", "46:3: speculative.none.kind: missing", "one of none, mtp"),
+    ("{kind: none}", "{}", "46:3: speculative.none.kind: missing", "one of none, mtp, ngram"),
     ("linear: bf16", "linear: fp4", "48:19: weights.linear: unknown value", "f32, bf16, fp8_bl"),
     ("dim: 16}", "dim: 16, format: fp9}", "13:76: cache_groups.keys.row.format: unk", "'fp8'?"),
     # `like`.

@@ -12,6 +12,7 @@ import typer
 import yaml
 from rich.table import Table
 
+from v4graph.cli.explain_budget import budget_command
 from v4graph.cli.explain_plan import (
     JsonOption,
     modes_command,
@@ -36,6 +37,7 @@ _DTYPE_BYTES: dict[ModelDtype, int] = {"float32": 4, "bfloat16": 2}
 app.command("plan")(plan_command)
 app.command("modes")(modes_command)
 app.command("program")(program_command)
+app.command("budget")(budget_command)
 
 
 @app.command("spec")

@@ -56,7 +56,7 @@ def plan_command(
     overlap: OverlapOption = True,
 ) -> None:
     """Show the plan: layers, cache groups with their pools, buckets, memory."""
-    limits = _limits(
+    limits = limits_of(
         (max_num_seqs, max_num_batched_tokens, max_model_len, dtype),
         (speculative, num_draft_tokens, overlap),
     )
@@ -80,7 +80,7 @@ def modes_command(
     overlap: OverlapOption = True,
 ) -> None:
     """List every static buffer of every mode and bucket."""
-    limits = _limits(
+    limits = limits_of(
         (max_num_seqs, max_num_batched_tokens, max_model_len, dtype),
         (speculative, num_draft_tokens, overlap),
     )
@@ -105,7 +105,7 @@ def program_command(
     overlap: OverlapOption = True,
 ) -> None:
     """Compile every program and report its regions; random weights if there is no checkpoint."""
-    limits = _limits(
+    limits = limits_of(
         (max_num_seqs, max_num_batched_tokens, max_model_len, dtype),
         (speculative, num_draft_tokens, overlap),
     )
@@ -132,9 +132,12 @@ def print_json(data: Any, indent: int | None = 2) -> None:
     sys.stdout.write(json.dumps(data, indent=indent) + "\n")
 
 
-def _limits(
-    sizes: tuple[int, int, int | None, Dtype], speculation: tuple[str | None, int | None, bool]
+def limits_of(
+    sizes: tuple[int, int, int | None, Dtype],
+    speculation: tuple[str | None, int | None, bool],
+    kv_memory_bytes: int = 0,
 ) -> Limits:
+    """Limits from (sequences, step tokens, longest, dtype) and (mode, drafts, overlap)."""
     seqs, tokens, longest, dtype = sizes
     name, num_draft_tokens, overlap = speculation
     return Limits(
@@ -142,6 +145,7 @@ def _limits(
         max_num_batched_tokens=tokens,
         max_model_len=longest or 0,
         dtype=dtype,
+        kv_memory_bytes=kv_memory_bytes,
         speculative=name or "",
         num_draft_tokens=num_draft_tokens or 0,
         overlap=overlap,

@@ -16,6 +16,7 @@ from v4graph.cli.options import (
     DeviceOption,
     DtypeOption,
     KernelsOption,
+    KvMemoryOption,
     MaxModelLenOption,
     NumDraftTokensOption,
     OverlapOption,
@@ -25,6 +26,7 @@ from v4graph.cli.options import (
     WeightsOption,
     build_engine,
     load_tokenizer,
+    num_bytes,
 )
 from v4graph.cli.sampling import (
     BadWordsOption,
@@ -97,6 +99,7 @@ def generate(
     speculative: SpeculativeOption = None,
     num_draft_tokens: NumDraftTokensOption = None,
     overlap: OverlapOption = True,
+    kv_memory: KvMemoryOption = None,
 ) -> None:
     """Continue prompts: text on stdout as it is written, figures on stderr."""
     from v4graph.engine.request import SamplingParams
@@ -135,6 +138,7 @@ def generate(
         "speculative": speculative,
         "num_draft_tokens": num_draft_tokens,
         "overlap": overlap,
+        "kv_memory_bytes": num_bytes("--kv-memory", kv_memory) or None,
     }
     # One program a mode: all prompts are known, so no other batch size will come.
     config |= {

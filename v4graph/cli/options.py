@@ -5,6 +5,7 @@ Nothing heavy is imported before a command runs, so that `v4graph --help` is qui
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,6 +55,14 @@ SpeculativeOption = Annotated[
 NumDraftTokensOption = Annotated[
     int | None, typer.Option(min=1, help="Draft tokens of a round; the mode's own if left out.")
 ]
+KvMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory of the page pools, such as 512MiB; enough for all sequences if left out "
+        "(on a GPU, what is free).",
+    ),
+]
 OverlapOption = Annotated[
     bool,
     typer.Option(
@@ -61,6 +70,25 @@ OverlapOption = Annotated[
     ),
 ]
 KernelsOption = Annotated[Kernels, typer.Option(help="Implementation of the operators.")]
+
+
+def num_bytes(option: str, text: str | None) -> int:
+    """Bytes of a size such as `1000`, `512MiB` or `3.5GB`; 0 for None.
+
+    Raises:
+        PlanError: anything else.
+    """
+    if text is None:
+        return 0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]i?)?B?", text.strip())
+    units = {"": 1, **{u: 1000**i for i, u in enumerate("kMGT", 1)}}
+    units |= {f"{u}i": 1024**i for i, u in enumerate("kMGT", 1)}
+    size = int(float(found[1]) * units[found[2] or ""]) if found else 0
+    if size < 1:
+        from v4graph.errors import PlanError
+
+        raise PlanError(f"{option} {text!r}: expected a size such as 1000000, 512MiB or 3.5GB")
+    return size
 
 
 @dataclass

@@ -12,6 +12,7 @@ from v4graph.cli.options import (
     DeviceOption,
     DtypeOption,
     KernelsOption,
+    KvMemoryOption,
     MaxModelLenOption,
     MaxNumSeqsOption,
     NumDraftTokensOption,
@@ -21,6 +22,7 @@ from v4graph.cli.options import (
     WeightsOption,
     build_engine,
     load_tokenizer,
+    num_bytes,
 )
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
@@ -46,6 +48,7 @@ def serve(
     speculative: SpeculativeOption = None,
     num_draft_tokens: NumDraftTokensOption = None,
     overlap: OverlapOption = True,
+    kv_memory: KvMemoryOption = None,
 ) -> None:
     """Serve a model until interrupted; says when it is ready."""
     from v4graph.engine.async_engine import AsyncEngine
@@ -63,6 +66,7 @@ def serve(
         "speculative": speculative,
         "num_draft_tokens": num_draft_tokens,
         "overlap": overlap,
+        "kv_memory_bytes": num_bytes("--kv-memory", kv_memory) or None,
     }
     engine, stages = build_engine(spec, weights, config)
     for stage, seconds in stages.seconds.items():

@@ -23,8 +23,9 @@ from v4graph.engine.rounds import (
     RowLogprobs,
 )
 from v4graph.engine.scheduler import ScheduledBatch, Scheduler
-from v4graph.errors import PlanError, RequestError
+from v4graph.errors import PlanError, ProgramError, RequestError
 from v4graph.model.loader import load_params
+from v4graph.plan.budget import fit
 from v4graph.plan.lower import lower
 from v4graph.plan.rules import MAX_LOGPROBS
 from v4graph.plan.types import Bucket, Limits, Mode, Plan
@@ -170,8 +171,12 @@ class LLMEngine:
         """Build an engine around parameters in memory (see `v4graph.model.params`)."""
         if config.kernels != "reference":
             raise PlanError(f"kernels {config.kernels!r}: this version has 'reference' only")
-        plan = lower(spec, config.limits())
-        state = build_state(spec, plan, params, config.torch_device(), config.checked)
+        device = config.torch_device()
+        if device.type == "cuda":
+            plan = fit(spec, config.limits(), torch.cuda.mem_get_info(device)[0])
+        else:
+            plan = lower(spec, config.limits())
+        state = build_state(spec, plan, params, device, config.checked)
         programs = ProgramSet(
             state, Compiler(config.compile), config.checked, cuda_graphs=config.cuda_graphs
         )
@@ -285,7 +290,8 @@ class LLMEngine:
             any(r.params.logprobs is not None for r in batch.requests),
         )
         preemptions = [r.num_preemptions for r in batch.requests]
-        return Round(batch, Readback(result.tokens, result.logprobs), preemptions, drafts)
+        read_back = Readback(result.tokens, result.num_drafts, result.logprobs)
+        return Round(batch, read_back, preemptions, drafts)
 
     def _inject(self, requests: list[Request]) -> None:
         assert self.draft_injector is not None  # noqa: S101 (the caller asked)
@@ -307,7 +313,7 @@ class LLMEngine:
     def _read(self, done: Round) -> list[StepOutput]:
         outputs = []
         verifying = done.batch.mode is Mode.TARGET_VERIFY
-        rows = done.tokens.wait()
+        rows, num_drafts = done.tokens.wait()
         told = done.tokens.logprobs()
         for i, (request, count) in enumerate(
             zip(done.batch.requests, done.batch.num_scheduled_tokens, strict=True)
@@ -316,7 +322,11 @@ class LLMEngine:
                 continue  # aborted, or it ended in the round before
             tokens = rows[i]
             if verifying:
-                self._count_round(request, count - 1, tokens, done, i)
+                if not tokens:
+                    raise ProgramError(
+                        f"{request.request_id}: a verification that committed no token"
+                    )
+                self._count_round(request, (count - 1, num_drafts[i]), tokens, done, i)
             output = self._append(request, tokens, None if told is None else told[i])
             if output is not None:
                 outputs.append(output)
@@ -325,13 +335,19 @@ class LLMEngine:
         return outputs
 
     def _count_round(
-        self, request: Request, num_drafts: int, tokens: list[int], done: Round, index: int
+        self,
+        request: Request,
+        num_drafts: tuple[int, int],
+        tokens: list[int],
+        done: Round,
+        index: int,
     ) -> None:
+        """`num_drafts`: those that there was room for, and those that were verified."""
+        room, verified = num_drafts
         if request.num_preemptions == done.preemptions[index]:
             request.num_computed_tokens += len(tokens) - 1
-            request.num_unread_drafts -= num_drafts
-        room = max(self.max_model_len - 1 - request.num_tokens, 0)
-        self.draft_counts.add(min(num_drafts, room), len(tokens) - 1)
+            request.num_unread_drafts -= room
+        self.draft_counts.add(verified, len(tokens) - 1)
         if self.recorder is not None:
             known = request.num_tokens
             self.recorder(RoundRecord(request.request_id, known, done.drafts[index], tokens))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from v4graph.engine.request import Request
 from v4graph.errors import V4GraphError
-from v4graph.plan.types import GroupPlan, Plan
+from v4graph.plan.types import NULL_PAGE, GroupPlan, Plan
 from v4graph.program.table import RequestTable
 
 
@@ -112,8 +112,14 @@ class PageManager:
                 continue
             held = request.pages.get(g.name, {})
             oldest = (request.num_computed_tokens - g.kept_tokens + 1) // g.page_tokens
-            for block in [b for b in held if b < oldest]:
+            gone = [b for b in held if b < oldest]
+            for block in gone:
                 self.pools[g.name].give_back(held.pop(block), request.request_id)
+            if gone and self._poison is not None:
+                # Else a row that nobody placed would go to a page that others may own by now.
+                live = {b % g.table_width for b in held}
+                columns = {b % g.table_width for b in gone} - live
+                self.table.set_pages(request.slot, {g.name: dict.fromkeys(columns, NULL_PAGE)})
 
     def free_all(self, request: Request) -> None:
         """Free everything that the request holds."""

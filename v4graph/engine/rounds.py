@@ -38,7 +38,16 @@ class Readback:
     num_waits = 0
     """Times that any host code waited for a device, over the life of the process."""
 
-    def __init__(self, tokens: Tensor, logprobs: tuple[Tensor, Tensor, Tensor] | None) -> None:
+    def __init__(
+        self,
+        tokens: Tensor,
+        num_drafts: Tensor | None = None,
+        logprobs: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        """`num_drafts [R]` comes along in the same copy as `tokens [R, W]`."""
+        self._with_drafts = num_drafts is not None
+        if num_drafts is not None:
+            tokens = torch.cat((tokens, num_drafts[:, None]), dim=1)
         self._event: torch.cuda.Event | None = None
         self._tokens = _copy(tokens)
         self._logprobs = None if logprobs is None else [_copy(t) for t in logprobs]
@@ -46,12 +55,15 @@ class Readback:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def wait(self) -> list[list[int]]:
-        """The tokens of every request, without the -1 behind the last."""
+    def wait(self) -> tuple[list[list[int]], list[int]]:
+        """The tokens of every request, without the -1 behind the last, and the drafts of each that
+        were verified."""
         Readback.num_waits += 1
         if self._event is not None:
             self._event.synchronize()
-        return [[t for t in row if t >= 0] for row in self._tokens.tolist()]
+        rows = self._tokens.tolist()
+        drafts = [row.pop() if self._with_drafts else 0 for row in rows]
+        return [[t for t in row if t >= 0] for row in rows], drafts
 
     def logprobs(self) -> list[RowLogprobs] | None:
         """After `wait`: of every request, if the round told them."""

@@ -28,6 +28,7 @@ from v4graph.spec.model import (
     CompressedGroup,
     CompressorStateGroup,
     ModelSpec,
+    NgramSpeculation,
     NoSpeculation,
     SlidingWindowGroup,
     SparseAttention,
@@ -37,8 +38,12 @@ MAX_DRAFT_TOKENS = 8
 _ROW_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
-def lower(spec: ModelSpec, limits: Limits) -> Plan:
+def lower(spec: ModelSpec, limits: Limits, *, count_draft_layers: bool = True) -> Plan:
     """Derive the plan of `spec`.
+
+    Args:
+        count_draft_layers: False sizes pools as if draft layers had none, for showing what that
+            overcommits.
 
     Raises:
         PlanError: limits that cannot hold (lengths, buckets, memory) or a row format without an
@@ -53,10 +58,10 @@ def lower(spec: ModelSpec, limits: Limits) -> Plan:
     )
     layers = tuple(LayerPlan(i, a, f) for i, (a, f) in enumerate(spec.layer_kinds))
     shapes = _group_shapes(spec, limits, max_model_len, layers, speculation)
-    groups = _size_pools(shapes, limits, max_model_len, speculation)
+    groups = _size_pools(shapes, limits, max_model_len, speculation, count_draft_layers)
     tensors = inventory(spec)
     pools = sum(g.num_pages * g.page_bytes for g in groups)
-    table = _table_bytes(spec, groups, limits, max_model_len)
+    table = _table_bytes(spec, groups, limits, max_model_len, speculation)
     weight_bytes = sum(t.num_bytes for t in tensors)
     plan = Plan(
         name=spec.name,
@@ -98,6 +103,8 @@ def speculation_plan(spec: ModelSpec, limits: Limits) -> SpeculationPlan:
     count = limits.num_draft_tokens or mode.num_draft_tokens
     if not 1 <= count <= MAX_DRAFT_TOKENS:
         raise PlanError(f"num_draft_tokens {count}: expected 1..{MAX_DRAFT_TOKENS}")
+    if isinstance(mode, NgramSpeculation):
+        return SpeculationPlan(name, "ngram", count, ngram=(mode.min_ngram, mode.max_ngram))
     if mode.num_layers != 1:
         raise PlanError(
             f"speculative {name!r}: num_layers {mode.num_layers} has no round in this version; "
@@ -247,7 +254,11 @@ def _row_dtype(name: str, row_format: str, compute: str) -> str:
 
 
 def _size_pools(
-    shapes: list[GroupPlan], limits: Limits, max_model_len: int, speculation: SpeculationPlan
+    shapes: list[GroupPlan],
+    limits: Limits,
+    max_model_len: int,
+    speculation: SpeculationPlan,
+    count_draft_layers: bool,
 ) -> tuple[GroupPlan, ...]:
     """Give every group pages for the most history tokens that the memory allows.
 
@@ -275,7 +286,10 @@ def _size_pools(
         return out
 
     def cost(tokens: int) -> int:
-        return sum(g.num_pages * g.page_bytes for g in sized(tokens))
+        left_out = 0 if count_draft_layers else 1
+        return sum(
+            g.num_pages * (g.page_bytes - left_out * g.draft_page_bytes) for g in sized(tokens)
+        )
 
     most = seqs * max_model_len
     budget = limits.kv_memory_bytes or cost(most)
@@ -293,13 +307,18 @@ def _size_pools(
 
 
 def _table_bytes(
-    spec: ModelSpec, groups: Sequence[GroupPlan], limits: Limits, max_model_len: int
+    spec: ModelSpec,
+    groups: Sequence[GroupPlan],
+    limits: Limits,
+    max_model_len: int,
+    speculation: SpeculationPlan,
 ) -> int:
     slots, k = limits.max_num_seqs + 1, limits.num_draft_tokens
     columns = sum(g.table_width for g in groups) * DTYPES["int64"]
     tokens = (max_model_len + 1) * DTYPES["int64"]
     scalars = (9 + k) * DTYPES["int64"]
-    draft_probs = 0 if limits.greedy_only else k * spec.vocab_size * DTYPES["float32"]
+    stored = speculation.layers and not limits.greedy_only
+    draft_probs = 0 if not stored else k * spec.vocab_size * DTYPES["float32"]
     rules = RULE_INTS * DTYPES["int64"] + RULE_FLOATS * DTYPES["float32"]
     rules = rules if limits.logits_processing else 0
     return slots * (columns + tokens + scalars + draft_probs + rules)

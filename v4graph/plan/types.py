@@ -179,11 +179,13 @@ class SpeculationPlan:
     """The speculative mode that the plan was made for."""
 
     name: str
-    kind: Literal["none", "mtp", "dspark", "ngram"]
+    kind: Literal["none", "mtp", "ngram"]
     num_draft_tokens: int
     """Drafts of a round; 0 for `none`."""
     layers: tuple[LayerPlan, ...] = ()
     """Draft layers, by their own index."""
+    ngram: tuple[int, int] = (0, 0)
+    """Shortest and longest n-gram of `ngram`."""
 
     @property
     def verify_width(self) -> int:

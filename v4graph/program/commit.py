@@ -59,6 +59,16 @@ def commit_draft(table: Tensors, host: Tensors, buf: Tensors, token: Tensor) -> 
     table["num_drafts"].index_put_((slots,), due.to(torch.int64), accumulate=True)
 
 
+def commit_lookup(
+    table: Tensors, host: Tensors, buf: Tensors, drafts: Tensor, count: Tensor
+) -> None:
+    """Drafts `[R, k]`, of which `count [R]` count, for every request that was due a token."""
+    due, slots = buf["do_sample"], host["slots"]
+    where = torch.where(due, slots, 0)
+    table["draft_tokens"].index_put_((where,), torch.where(due[:, None], drafts, 0))
+    table["num_drafts"].index_put_((where,), torch.where(due, count, 0))
+
+
 def _append(table: Tensors, slots: Tensor, tokens: Tensor) -> None:
     """Write `tokens [R, W]` behind the known ones; -1 writes nothing that counts."""
     due = tokens >= 0

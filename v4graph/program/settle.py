@@ -8,10 +8,14 @@ without one is a distribution with a single token. `process` may come before the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from v4graph.ops.logits import Prefix, logprobs, process_logits
+from v4graph.ops.ngram import lookup
 from v4graph.ops.sampling import (
     DRAFT,
     certain,
@@ -21,10 +25,16 @@ from v4graph.ops.sampling import (
     verify,
     verify_greedy,
 )
-from v4graph.program.commit import commit_draft, commit_sampled, commit_verified
+from v4graph.program.commit import (
+    commit_draft,
+    commit_lookup,
+    commit_sampled,
+    commit_verified,
+)
 from v4graph.program.rules import unpack
 
 Tensors = dict[str, Tensor]
+Settle = Callable[[Tensors, Tensors, Tensors, Tensor], Any]
 
 
 def process(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) -> Tensor:
@@ -88,16 +98,32 @@ def verify_drafts_sample(table: Tensors, host: Tensors, buf: Tensors, logits: Te
     drafts = table["draft_tokens"][slots]
     # A request without a temperature drafts greedily, also in rounds that stored no distribution.
     likeliest = certain(drafts, rows[:, :-1])
-    greedy = (table["temperature"][slots] <= 0)[:, None, None]
+    proposal = likeliest
+    if table["draft_probs"].shape[-1]:
+        greedy = (table["temperature"][slots] <= 0)[:, None, None]
+        proposal = torch.where(greedy, likeliest, table["draft_probs"][slots])
     accepted, token = verify(
         _probabilities(table, slots, rows),
-        torch.where(greedy, likeliest, table["draft_probs"][slots]),
+        proposal,
         drafts,
         buf["num_drafts"],
         table["seed"][slots],
         table["num_tokens"][slots],
     )
     return commit_verified(table, host, buf, accepted, token)
+
+
+def with_lookup(settle: Settle, k: int, ngram: tuple[int, int]) -> Settle:
+    """`settle`, and then drafts for every request that it gave a token, by prompt lookup."""
+
+    def settle_and_look_up(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) -> Tensor:
+        tokens = settle(table, host, buf, logits)
+        slots = host["slots"]
+        drafts, count = lookup(table["token_ids"][slots], table["num_tokens"][slots], k, *ngram)
+        commit_lookup(table, host, buf, drafts, count)
+        return tokens
+
+    return settle_and_look_up
 
 
 def draft_greedy(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) -> None:

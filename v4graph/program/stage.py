@@ -18,8 +18,8 @@ from torch import Tensor
 from v4graph.errors import ProgramError
 from v4graph.model.drafting import DraftLayer
 from v4graph.model.sublayers import AttentionSublayer, FfnSublayer, Head, ResidualSite
-from v4graph.plan.buffers import buffers
-from v4graph.plan.types import Bucket, LayerPlan, Mode, Plan
+from v4graph.plan.buffers import buffers, mode_groups
+from v4graph.plan.types import Bucket, GroupPlan, LayerPlan, Mode, Plan
 from v4graph.program import settle
 from v4graph.program.compiler import Compiler
 from v4graph.program.prepare import MODE_NUMBERS, prepare
@@ -116,9 +116,16 @@ class Stage:
         self._drafting = kind == "draft"
         if self._layers:
             self._build_layers()
+            settles: tuple[settle.Settle, ...] = _SETTLE[mode]
+            drafting = plan.speculation
+            if drafting.kind == "ngram":
+                settles = tuple(
+                    settle.with_lookup(fn, drafting.num_draft_tokens, drafting.ngram)
+                    for fn in settles
+                )
             self._settle = {
                 random: self.region("sample" if random else "greedy", fn)
-                for random, fn in zip((False, True), _SETTLE[mode], strict=True)
+                for random, fn in zip((False, True), settles, strict=True)
             }
         limits = plan.limits
         if self._layers and limits.logits_processing:
@@ -232,7 +239,11 @@ class Stage:
                     )
             elif t.dtype is torch.float32 and bool(t.isnan().any()):
                 raise ProgramError(f"{where}: buffer {b.name} was not fully written")
-        # A flag has no value to poison it with; it is told by the count.
+        # A flag has no value to poison it with; it is told by what it must not mark.
+        if "do_sample" in self.buf:
+            padding = host["query_lens"] == 0
+            if bool((self.buf["do_sample"] & padding).any()):
+                raise ProgramError(f"{where}: buffer do_sample marks padding in step {step}")
         if "is_valid_token" in self.buf:
             found, count = int(self.buf["is_valid_token"].sum()), self._num_valid(host)
             if found > count:
@@ -240,6 +251,24 @@ class Stage:
                     f"{where}: buffer is_valid_token marks {found} rows in step {step}, expected "
                     f"at most {count}"
                 )
+
+        for g in mode_groups(self.state.plan, self.mode):
+            self._check_pages(g, step)
+
+    def _check_pages(self, g: GroupPlan, step: int) -> None:
+        """Real rows lie in real pages, and nothing else does."""
+        written, read = self.buf[f"{g.name}.slot_mapping"], self.buf[f"{g.name}.read_slots"]
+        real = self.buf["is_valid_token"]
+        if g.kind == "compressed":
+            real = self.buf[f"closing_positions.{g.ratio}"] >= 0
+        on_null = written < g.page_rows
+        for fault, what in (
+            ((real & on_null).any(), "writes a real row to the null page"),
+            ((~real & ~on_null).any(), "writes padding to a real page"),
+            (((read >= 0) & (read < g.page_rows)).any(), "lists a row of the null page"),
+        ):
+            if bool(fault):
+                raise ProgramError(f"{self.mode.value}: group {g.name} {what} in step {step}")
 
     def _num_valid(self, host: Tensors) -> int:
         """Most rows of this step that are no padding."""

@@ -30,7 +30,9 @@ class StepResult:
     tokens: Tensor
     """`[R, W]` int64, the new tokens of each request; -1 behind the last one."""
     logits: Tensor
-    """`[R, V]` float32, or `[R x W, V]` after target-verify: the model's own."""
+    """`[R, V]` float32, or `[R * W, V]` after target-verify: the model's own."""
+    num_drafts: Tensor | None = None
+    """`[R]` int64, the drafts that target-verify has verified."""
     logprobs: tuple[Tensor, Tensor, Tensor] | None = None
     """Of the tokens, and ids and values of the likeliest, from the model's own logits
     (`ops.logits.logprobs`); only in variants that tell them."""
@@ -127,8 +129,14 @@ class StepProgram:
         with torch.no_grad():
             tape = self._tapes.get(variant)
             if tape is not None:
-                return _result(tape.replay())
+                tokens, logits, *told = tape.replay()
+                logprobs = (told[0], told[1], told[2]) if told else None
+                return StepResult(tokens, logits, self._num_drafts, logprobs)
             return self._run_stages(num_reqs, step, variant)
+
+    @property
+    def _num_drafts(self) -> Tensor | None:
+        return self.stages[0].buf.get("num_drafts")
 
     def _run_stages(self, num_reqs: int, step: int, variant: Variant) -> StepResult:
         first, checked = self.stages[0], self.checked
@@ -145,7 +153,7 @@ class StepProgram:
                 stage.prepare(self.host, step, checked)
                 drafted, streams = stage.draft(streams)
                 stage.settle(self.host, drafted, variant)
-        return StepResult(tokens, logits, told)
+        return StepResult(tokens, logits, self._num_drafts, told)
 
     def warm_up(self) -> None:
         """Compile every region and record all variants, on padding only: nothing is committed."""
@@ -200,8 +208,3 @@ class StepProgram:
                 f"{self.mode.value}: NaN logits in step {step}: a layer read a row that was "
                 "never written"
             )
-
-
-def _result(outputs: list[Tensor]) -> StepResult:
-    tokens, logits, *told = outputs
-    return StepResult(tokens, logits, (told[0], told[1], told[2]) if told else None)

@@ -36,7 +36,7 @@ class RequestTable:
         scalars: `[S]` tensors by name.
         draft_tokens: `[S, k]` int64.
         draft_probs: `[S, k, V]` float32, what drafts of requests with a temperature were drawn
-            from; without drafts or sampling it has no elements.
+            from; without draft layers or sampling it has no elements.
         rule_ints, rule_floats: rules over logits (`program/rules.py`); no columns if the plan's
             limits leave them out.
         block_tables: `[S, table_width]` int64 page ids by group; the null page where unassigned.
@@ -53,7 +53,9 @@ class RequestTable:
         }
         k = plan.speculation.num_draft_tokens
         self.draft_tokens = torch.zeros(slots, k, dtype=torch.int64, device=device)
-        sampled = 0 if plan.limits.greedy_only else vocab_size
+        # Drafts that no layer draws are certain: there is no distribution to keep.
+        stored = bool(plan.speculation.layers) and not plan.limits.greedy_only
+        sampled = vocab_size if stored else 0
         self.draft_probs = torch.zeros(slots, k, sampled, device=device)
         ints, floats = empty_rules(slots, device)
         columns = None if plan.limits.logits_processing else 0

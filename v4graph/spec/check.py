@@ -27,6 +27,7 @@ from v4graph.spec.model import (
     LayerPattern,
     ModelSpec,
     MtpSpeculation,
+    NgramSpeculation,
     NoSpeculation,
     ScoredMoe,
     SlidingAttention,
@@ -58,7 +59,10 @@ _FEEDS = {"state": "compressed", "index_state": "index"}
 # Fields that name nothing: a fault in one of them cannot make an entry look unused.
 _NAMELESS = {
     "layers": {"count"},
-    "speculative": {"num_draft_tokens", "num_layers", "mask_position_zero"},
+    "speculative": {
+        *("num_draft_tokens", "num_layers", "mask_position_zero"),
+        *("min_ngram", "max_ngram"),
+    },
     "attention": {"heads", "head_dim", "q_lora_rank", "o_groups", "o_lora_rank", "indexer"},
 }
 
@@ -223,6 +227,9 @@ def _mode(name: str, mode: Speculation, names: Names) -> Findings:
 
 
 def _draft(name: str, mode: Speculation, spec: ModelSpec) -> Findings:
+    if isinstance(mode, NgramSpeculation) and mode.min_ngram > mode.max_ngram:
+        message = f"longer than max_ngram (got {mode.min_ngram}; expected 1..{mode.max_ngram})"
+        yield ("speculative", name, "min_ngram"), message
     if not isinstance(mode, MtpSpeculation):
         return
     attention = spec.attention.get(mode.__dict__.get("attention", ""))

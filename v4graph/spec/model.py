@@ -225,7 +225,21 @@ class MtpSpeculation(StrictModel):
     does not)."""
 
 
-Speculation = Annotated[NoSpeculation | MtpSpeculation, Field(discriminator="kind")]
+class NgramSpeculation(StrictModel):
+    """Prompt lookup: drafts are what followed an earlier occurrence of the last tokens; needs no
+    weights."""
+
+    kind: Literal["ngram"]
+    num_draft_tokens: Annotated[int, Field(ge=1, le=8)]
+    min_ngram: PositiveInt = 1
+    """Shortest n-gram that is looked for, in tokens."""
+    max_ngram: Annotated[int, Field(ge=1, le=8)] = 3
+    """Longest one, tried first."""
+
+
+Speculation = Annotated[
+    NoSpeculation | MtpSpeculation | NgramSpeculation, Field(discriminator="kind")
+]
 
 
 class Weights(StrictModel):
