@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -326,7 +325,8 @@ def test_spec_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.exit_code, result.stderr) == (2, "error: bad: line 3: no such kind\n")
 
 
-def test_help_and_version_are_quick_and_need_no_torch() -> None:
+def test_help_and_version_need_no_torch() -> None:
+    """What makes them slow is heavy imports; a clock would measure the machine's load."""
     code = (
         "import sys\n"
         "from v4graph.cli.main import app\n"
@@ -334,11 +334,9 @@ def test_help_and_version_are_quick_and_need_no_torch() -> None:
         "assert not {'torch', 'fastapi', 'tokenizers'} & set(sys.modules), 'heavy import'\n"
     )
     for args in (["--help"], ["--version"], ["version"], ["generate", "--help"]):
-        start = time.perf_counter()
         run = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         assert run.stdout
-        assert time.perf_counter() - start < 5
 
 
 def test_schema() -> None:

@@ -290,8 +290,8 @@ class LLMEngine:
             any(r.params.logprobs is not None for r in batch.requests),
         )
         preemptions = [r.num_preemptions for r in batch.requests]
-        read_back = Readback(result.tokens, result.num_drafts, result.logprobs)
-        return Round(batch, read_back, preemptions, drafts)
+        readback = Readback(result.tokens, result.num_drafts, result.logprobs)
+        return Round(batch, readback, preemptions, drafts)
 
     def _inject(self, requests: list[Request]) -> None:
         assert self.draft_injector is not None  # noqa: S101 (the caller asked)

@@ -41,8 +41,8 @@ class Readback:
     def __init__(
         self,
         tokens: Tensor,
-        num_drafts: Tensor | None = None,
-        logprobs: tuple[Tensor, Tensor, Tensor] | None = None,
+        num_drafts: Tensor | None,
+        logprobs: tuple[Tensor, Tensor, Tensor] | None,
     ) -> None:
         """`num_drafts [R]` comes along in the same copy as `tokens [R, W]`."""
         self._with_drafts = num_drafts is not None

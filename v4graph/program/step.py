@@ -8,7 +8,7 @@ settles; with draft layers it goes on over the same rows (draft-extend) and then
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,12 +30,12 @@ class StepResult:
     tokens: Tensor
     """`[R, W]` int64, the new tokens of each request; -1 behind the last one."""
     logits: Tensor
-    """`[R, V]` float32, or `[R * W, V]` after target-verify: the model's own."""
-    num_drafts: Tensor | None = None
-    """`[R]` int64, the drafts that target-verify has verified."""
+    """`[R, V]` float32, or `[R x W, V]` after target-verify: the model's own."""
     logprobs: tuple[Tensor, Tensor, Tensor] | None = None
     """Of the tokens, and ids and values of the likeliest, from the model's own logits
     (`ops.logits.logprobs`); only in variants that tell them."""
+    num_drafts: Tensor | None = None
+    """`[R]` int64, the drafts that target-verify has verified."""
 
 
 class HostLists:
@@ -123,20 +123,15 @@ class StepProgram:
         """
         variant = choose(self.state.plan.limits, random, processed, logprobs)
         self._feed(slots, query_lens, step)
-        return self._run(len(slots), step, variant)
+        result = self._run(len(slots), step, variant)
+        return replace(result, num_drafts=self.stages[0].buf.get("num_drafts"))
 
     def _run(self, num_reqs: int, step: int, variant: Variant) -> StepResult:
         with torch.no_grad():
             tape = self._tapes.get(variant)
             if tape is not None:
-                tokens, logits, *told = tape.replay()
-                logprobs = (told[0], told[1], told[2]) if told else None
-                return StepResult(tokens, logits, self._num_drafts, logprobs)
+                return _result(tape.replay())
             return self._run_stages(num_reqs, step, variant)
-
-    @property
-    def _num_drafts(self) -> Tensor | None:
-        return self.stages[0].buf.get("num_drafts")
 
     def _run_stages(self, num_reqs: int, step: int, variant: Variant) -> StepResult:
         first, checked = self.stages[0], self.checked
@@ -153,7 +148,7 @@ class StepProgram:
                 stage.prepare(self.host, step, checked)
                 drafted, streams = stage.draft(streams)
                 stage.settle(self.host, drafted, variant)
-        return StepResult(tokens, logits, self._num_drafts, told)
+        return StepResult(tokens, logits, told)
 
     def warm_up(self) -> None:
         """Compile every region and record all variants, on padding only: nothing is committed."""
@@ -208,3 +203,8 @@ class StepProgram:
                 f"{self.mode.value}: NaN logits in step {step}: a layer read a row that was "
                 "never written"
             )
+
+
+def _result(outputs: list[Tensor]) -> StepResult:
+    tokens, logits, *told = outputs
+    return StepResult(tokens, logits, (told[0], told[1], told[2]) if told else None)
