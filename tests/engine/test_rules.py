@@ -38,6 +38,12 @@ def engine(k: int) -> LLMEngine:
     return nano_engine(k)
 
 
+@cache
+def ngram() -> LLMEngine:
+    """Drafts by prompt lookup: no layer of their own, but the same verification."""
+    return nano_engine(4, speculative="ngram")
+
+
 def prompts() -> dict[str, list[int]]:
     return dict(zip("abc", nano.prompts(5, 33, 18), strict=True))
 
@@ -96,6 +102,7 @@ def test_greedy_output_under_rules(name: str) -> None:
         assert session.tokens == expected
         # Drafts are made under the same rules, so some are right.
         assert session.num_accepted > 0
+    assert run(ngram(), prompts(), p).tokens == expected
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 5])

@@ -19,7 +19,7 @@ def conditionals(seed: int, temperature: float, setting: tuple[int, float, float
     gen = torch.Generator().manual_seed(seed)
     top_k, top_p, min_p = setting
     out = []
-    for i in range(4):
+    for i in range(5):
         logits = 1.5 * torch.randn(V**i, V, generator=gen)
         full = (torch.full((V**i,), x) for x in (temperature, top_k, top_p, min_p))
         out.append(probabilities(logits, *full))
@@ -83,7 +83,7 @@ def limit(freedom: int) -> float:
 
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0])
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_tokens_follow_the_target(
     temperature: float, setting: tuple[int, float, float], k: int
 ) -> None:

@@ -17,6 +17,7 @@ from v4graph.plan.types import Bucket, Mode
 from v4graph.program.compiler import Call
 from v4graph.program.step import StepProgram
 from v4graph.program.tape import Tape
+from v4graph.program.variants import Variant
 
 TINY = Tiny(kinds=("csa", "hca", "csa"), hidden=32, hash_layers=1, page_tokens=16)
 SPEC = TINY.spec()
@@ -76,20 +77,34 @@ def test_logits_and_pools_equal_the_eager_program(compiled: LLMEngine, eager: LL
 
 
 def test_fifty_requests_recompile_nothing(compiled: LLMEngine, eager: LLMEngine) -> None:
+    """Every variant runs: the rounds of random, ruled and told requests."""
     rng = random.Random(1)
+    names = {"greedy", "sample", "processed", "sample+logprobs", "processed+logprobs"}
+    assert set(program(compiled, Mode.DECODE).calls_per_step()) == names
     for i in range(50):
         ids = [rng.randrange(2, 96) for _ in range(rng.randrange(1, 90))]
+        ruled, told = i % 5 == 3, i % 7 == 2
         params = SamplingParams(
-            max_tokens=rng.randrange(1, 20), temperature=rng.choice((0.0, 0.7)), seed=i
+            max_tokens=rng.randrange(1, 20),
+            temperature=rng.choice((0.0, 0.7)),
+            seed=i,
+            frequency_penalty=0.5 * ruled,
+            bad_words=((7,), (5, 6)) if ruled else (),
+            logprobs=3 if told else None,
         )
         for llm in (compiled, eager):
             llm.add_request(f"r{i}", ids, params)
     out: list[dict[str, list[int]]] = [{}, {}]
+    logprobs: list[list[float]] = [[], []]
     for got, llm in zip(out, (compiled, eager), strict=True):
         while llm.has_unfinished():
             for step in llm.step():
                 got.setdefault(step.request_id, []).extend(step.token_ids)
+                for entry in step.logprobs or ():
+                    logprobs[llm is eager].append(entry.logprob)
     assert out[0] == out[1]
+    assert logprobs[0]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
     stats = compiled.programs.compiler.stats
     assert len(stats) == sum(
         len(s.regions) for p in compiled.programs.programs.values() for s in p.stages
@@ -103,7 +118,7 @@ def test_a_recompilation_while_serving_is_an_error(compiled: LLMEngine) -> None:
     step = program(compiled, Mode.DECODE)
     stage = step.stages[0]
     with torch.no_grad(), pytest.raises(Exception, match="recompiled while serving"):
-        stage.settle(step.host, torch.zeros(3, 7), False)
+        stage.settle(step.host, torch.zeros(3, 7), Variant())
 
 
 def test_warm_up_leaves_no_trace(compiled: LLMEngine) -> None:
