@@ -104,3 +104,29 @@ def test_streams_tell_what_whole_answers_tell(servers: list[Server]) -> None:
         told = [c.logprobs for c in chunks if c.logprobs is not None]
         tokens = [token for piece in told for token in piece.tokens]
         assert tokens == whole["logprobs"]["tokens"]
+
+
+def test_banned_words_and_an_early_end(servers: list[Server]) -> None:
+    """Tokens by their text; an EOS that is certain as soon as it may stand."""
+    free = answers(servers, ignore_eos=True, logprobs=0)["choices"][0]["logprobs"]["tokens"]
+    words = [token for token in free if token.strip()][2:5]
+    other = answers(servers, ignore_eos=True, bad_words=words, logprobs=1)["choices"][0]
+    assert not set(words) & set(other["logprobs"]["tokens"])
+    end = answers(servers, logit_bias={"1": 100}, min_tokens=3, logprobs=1)
+    assert end["choices"][0]["finish_reason"] == "stop"
+    assert end["usage"]["completion_tokens"] == 4
+
+
+def test_chat(servers: list[Server]) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12}
+    body |= {"temperature": 0, "logprobs": True, "top_logprobs": 2, "presence_penalty": 0.5}
+    told = []
+    for server in servers:
+        answer = server.http.post("/v1/chat/completions", json=body).json()
+        content = answer["choices"][0]["logprobs"]["content"]
+        assert len(content) == answer["usage"]["completion_tokens"]
+        assert all(len(entry["top_logprobs"]) == 2 for entry in content)
+        told.append([(entry["token"], entry["logprob"]) for entry in content])
+    for one in told[1:]:
+        for (token, value), (expected, wanted) in zip(one, told[0], strict=True):
+            assert (token, value) == (expected, pytest.approx(wanted, abs=5e-5))
