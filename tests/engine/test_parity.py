@@ -143,11 +143,10 @@ def test_ragged_batch_with_joins_and_leaves(case: Case) -> None:
         prefill = [
             (r, min(50, r.num_tokens - r.num_computed_tokens)) for r in live if r.is_prefilling
         ]
-        fresh = [(r, 1) for r in live if r.num_computed_tokens == 0 and r.num_tokens == 1]
         # Decoding requests ride along in the prefill step on every third turn.
-        decoding = [(r, 1) for r in live if r not in dict(prefill) and r not in dict(fresh)]
-        if prefill or fresh:
-            runner.step(prefill + fresh + (decoding if turn % 3 == 0 else []))
+        decoding = [(r, 1) for r in live if r not in dict(prefill)]
+        if prefill:
+            runner.step(prefill + (decoding if turn % 3 == 0 else []))
         if decoding and turn % 3 != 0:
             runner.step(decoding, Mode.DECODE)
         if turn in (8, 15, 22):

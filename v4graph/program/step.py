@@ -118,8 +118,8 @@ class StepProgram:
             logprobs: whether any request wants log-probabilities.
 
         Raises:
-            ProgramError: a batch that does not fit; in checked mode, a buffer that was not
-                rewritten, moved or is stale.
+            ProgramError: a batch that does not fit, a slot given twice; in checked mode, a buffer
+                that was not rewritten, moved or is stale.
         """
         variant = choose(self.state.plan.limits, random, processed, logprobs)
         self._feed(slots, query_lens, step)
@@ -191,6 +191,8 @@ class StepProgram:
                 f"{self.mode.value} program of {T} tokens and {R} requests was given "
                 f"{sum(query_lens)} tokens in {len(slots)} requests"
             )
+        if len(set(slots)) != len(slots) or 0 in slots:
+            raise ProgramError(f"{self.mode.value}: request slots {slots}: each once, none 0")
         self._lists.write(slots, query_lens, step)
 
     def _check_logits(self, logits: Tensor, num_reqs: int, step: int) -> None:
