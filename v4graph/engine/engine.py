@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from v4graph.engine.pages import PageManager
+from v4graph.engine.prefix_salt import identity
 from v4graph.engine.request import FinishReason, Request, SamplingParams, StepOutput
 from v4graph.engine.rounds import DraftCounts, Injector, Readback, Recorder, Round, RoundRecord
 from v4graph.engine.scheduler import ScheduledBatch, Scheduler
@@ -53,6 +54,10 @@ class EngineConfig:
     """Launch a round before the tokens of the last one are read."""
     cuda_graphs: bool = True
     """On a GPU, launch each round as one CUDA graph."""
+    prefix_cache: bool = True
+    """Keep the pages of sequences, and start a request behind the longest prefix that is kept."""
+    cached_boundaries: int | None = None
+    """Places to keep at which a request can start; None is four for each of max_num_seqs."""
 
     def limits(self) -> Limits:
         """The plan's view of this configuration."""
@@ -68,7 +73,17 @@ class EngineConfig:
             speculative=self.speculative or "",
             num_draft_tokens=self.num_draft_tokens or 0,
             overlap=self.overlap,
+            cached_boundaries=self._cached_boundaries(),
         )
+
+    def _cached_boundaries(self) -> int:
+        if not self.prefix_cache:
+            return 0
+        if self.cached_boundaries is None:
+            return 4 * self.max_num_seqs
+        if self.cached_boundaries < 0:
+            raise PlanError(f"cached_boundaries {self.cached_boundaries}: expected 0 or more")
+        return self.cached_boundaries
 
     def torch_device(self) -> torch.device:
         """The device to run on.
@@ -112,11 +127,19 @@ def _warm_up(programs: ProgramSet, progress: Progress | None) -> None:
 class LLMEngine:
     """Continuous batching over the step programs of one model."""
 
-    def __init__(self, spec: ModelSpec, plan: Plan, programs: ProgramSet, seed: int = 0) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        plan: Plan,
+        programs: ProgramSet,
+        seed: int = 0,
+        prefix_salt: bytes | None = None,
+    ) -> None:
+        """`prefix_salt` turns the prefix cache on; it tells the model from any other."""
         self.spec, self.plan, self.programs = spec, plan, programs
         state = programs.state
         poison = state.poison_pages if programs.checked else None
-        self.pages = PageManager(plan, state.table, poison)
+        self.pages = PageManager(plan, state.table, poison, salt=prefix_salt, copy=state.copy_pages)
         self.scheduler = Scheduler(plan, self.pages)
         self.max_model_len = plan.max_model_len
         self._requests: dict[str, Request] = {}
@@ -154,7 +177,8 @@ class LLMEngine:
             state, Compiler(config.compile), config.checked, cuda_graphs=config.cuda_graphs
         )
         _warm_up(programs, progress)
-        return cls(spec, plan, programs, config.seed)
+        salt = identity(spec, plan, params) if config.prefix_cache else None
+        return cls(spec, plan, programs, config.seed, salt)
 
     @classmethod
     def from_spec(
@@ -290,6 +314,7 @@ class LLMEngine:
         for i, (request, count) in enumerate(
             zip(done.batch.requests, done.batch.num_scheduled_tokens, strict=True)
         ):
+            request.num_unread_rounds -= 1
             if self._requests.get(request.request_id) is not request:
                 continue  # aborted, or it ended in the round before
             tokens = rows[i]
@@ -337,6 +362,7 @@ class LLMEngine:
             if reason is not None:
                 break
         self._generated_tokens += len(kept)
+        self.pages.publish(request, reason is not None)
         if reason is not None:
             del self._requests[request.request_id]
             self.scheduler.finish(request)
@@ -367,8 +393,15 @@ class LLMEngine:
             "accepted_draft_tokens": self.draft_counts.accepted,
             "num_recompilations": self.programs.compiler.recompilations,
         }
+        if self.pages.prefix is not None:
+            out |= {
+                "prefix_query_tokens": self.pages.prefix.num_query_tokens,
+                "prefix_hit_tokens": self.pages.prefix.num_hit_tokens,
+                "prefix_evicted_pages": self.pages.prefix.num_evicted_pages,
+            }
         for name, pool in self.pages.pools.items():
             out[f"pages_used.{name}"] = pool.num_used
+            out[f"pages_cached.{name}"] = pool.num_cached
             out[f"pages_total.{name}"] = pool.group.num_pages - 1
         return out
 

@@ -73,12 +73,13 @@ class RequestTable:
         top_k: int,
         min_p: float,
         seed: int,
+        num_computed_tokens: int = 0,
     ) -> None:
-        """Start a request in `slot`: its tokens are known, none is computed."""
+        """Start a request in `slot`: its tokens are known, of so many the rows are there."""
         self.token_ids[slot, : len(token_ids)] = self._sent(token_ids)
         values = {
             "num_tokens": len(token_ids),
-            "num_computed_tokens": 0,
+            "num_computed_tokens": num_computed_tokens,
             "num_committed": 0,
             "num_drafts": 0,
             "temperature": temperature,
