@@ -87,10 +87,22 @@ def case(tokens: int, experts: int, topk: int, size: float = 1.0) -> tuple[Tenso
     return x, weights, chosen, w13, torch.randn(experts, HIDDEN, INTER) * INTER**-0.5
 
 
-# Few tokens read their own experts only, many run all of them: both sides of that choice.
+# Few tokens read their experts one by one, many are sorted into blocks: both sides of that choice,
+# and blocks of 16, 32 and 64 places.
 @pytest.mark.parametrize(
     ("tokens", "experts", "topk"),
-    [(1, 8, 2), (8, 8, 2), (9, 8, 2), (64, 8, 2), (5, 16, 6), (6, 16, 6), (3, 2, 2), (1, 1, 1)],
+    [
+        (1, 8, 2),
+        (8, 8, 2),
+        (9, 8, 2),
+        (64, 8, 2),
+        (128, 4, 1),
+        (300, 4, 2),
+        (5, 16, 6),
+        (6, 16, 6),
+        (3, 2, 2),
+        (1, 1, 1),
+    ],
 )
 @pytest.mark.parametrize("clamp", [None, 10.0])
 def test_experts_equal_the_loop(tokens: int, experts: int, topk: int, clamp: float | None) -> None:
@@ -116,6 +128,23 @@ def test_a_token_alone_equals_itself_in_a_crowd() -> None:
     for t in range(0, 48, 7):
         alone = moe_experts(x[t : t + 1], weights[t : t + 1], experts[t : t + 1], w13, w2, 10.0)
         torch.testing.assert_close(alone[0], crowd[t], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("expert", [0, 7])
+def test_one_expert_may_take_every_token(expert: int) -> None:
+    """The fullest an expert, and the most padded the blocks, can be."""
+    x, weights, experts, w13, w2 = case(65, 8, 1)
+    args = (x, weights, torch.full_like(experts, expert), w13, w2)
+    expected = loop(*args, 10.0)
+    torch.testing.assert_close(moe_experts(*args, 10.0).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_token_of_nan_stays_alone() -> None:
+    x, weights, experts, w13, w2 = case(64, 8, 2)
+    x[-1] = float("nan")
+    out = moe_experts(x, weights, experts, w13, w2, 10.0)
+    assert out[-1].isnan().all()
+    assert out[:-1].isfinite().all()
 
 
 def test_an_expert_chosen_twice_counts_twice() -> None:

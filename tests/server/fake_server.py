@@ -14,7 +14,7 @@ import openai
 import uvicorn
 
 from v4graph.engine.async_engine import AsyncEngine
-from v4graph.engine.request import FinishReason, SamplingParams, StepOutput
+from v4graph.engine.request import FinishReason, SamplingParams, StepOutput, TokenLogprobs
 from v4graph.errors import RequestError
 from v4graph.server.app import create_app
 from v4graph.text.chat import EOS
@@ -116,7 +116,15 @@ class FakeEngine:
             finish = FinishReason.LENGTH
         if finish is not None:
             del self.running[request_id]
-        return StepOutput(request_id, new, finish)
+        told = None
+        if request.params.logprobs is not None:
+            told = [self.told(token, request.params.logprobs) for token in new]
+        return StepOutput(request_id, new, finish, told)
+
+    def told(self, token: int, count: int) -> TokenLogprobs:
+        """Made up: an id is e times less likely than the one before."""
+        top = [(token + i, -1.0 - i) for i in range(count)]
+        return TokenLogprobs(token, -1.0, top)
 
 
 @dataclass

@@ -68,3 +68,15 @@ def test_stop_inside_reasoning(tokenizer: Tokenizer) -> None:
 def test_chat_mode_leaves_think_tags_alone(tokenizer: Tokenizer) -> None:
     token_ids = tokenizer.encode("a</think>b")
     assert run(OutputText(tokenizer), token_ids, 1)[0] == "a</think>b"
+
+
+@pytest.mark.parametrize("per_step", [1, 2, 3, 100])
+@pytest.mark.parametrize("least", range(7))
+def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer, per_step: int, least: int) -> None:
+    """One that lies across the border ends the text: it completes behind it."""
+    token_ids = tokenizer.encode("the fox the fox the fox")
+    assert len(token_ids) == 6
+    text, _, count = run(OutputText(tokenizer, ["x t"], min_tokens=least), token_ids, per_step)
+    expected = {0: 3, 1: 3, 2: 3, 3: 5, 4: 5, 5: 6, 6: 6}[least]
+    assert count == expected
+    assert text == ["the fo", "the fox the fo", "the fox the fox the fox"][[3, 5, 6].index(count)]

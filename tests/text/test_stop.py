@@ -66,3 +66,20 @@ def test_chunking_does_not_matter(text: str, stops: list[str], cuts: list[int]) 
             expected = text[:end].removesuffix(max(hits, key=len))
             break
     assert run(stops, chunks)[0] == expected
+
+
+@pytest.mark.parametrize("chunks", [["x", "ab", "y"], ["xa", "b", "y"], ["x", "a", "b", "y"]])
+def test_what_completes_too_early_is_text(chunks: list[str]) -> None:
+    """And a beginning from then may be completed later."""
+    matcher = StopMatcher(["ab", "by"])
+    out = [matcher.push(text, may_end=i == len(chunks) - 1) for i, text in enumerate(chunks)]
+    assert "".join(out) == "xa"
+    assert matcher.matched == "by"
+
+
+def test_a_short_stop_inside_a_held_one_is_no_match_later() -> None:
+    matcher = StopMatcher(["ab", "xabz"])
+    assert matcher.push("xab", may_end=False) == ""
+    assert matcher.push("!") == "xab!"
+    assert matcher.push("ab") == ""
+    assert matcher.matched == "ab"

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from v4graph.errors import RequestError, WeightsError
 from v4graph.text.chat import BOS, EOS, USER
@@ -97,3 +98,44 @@ def test_from_directory(tmp_path: Path, backend: Backend) -> None:
     loaded = Tokenizer.from_directory(tmp_path)
     assert loaded.encode("hello there") == backend.encode("hello there").ids
     assert loaded.vocab_size == backend.get_vocab_size()
+
+
+def test_a_token_is_its_bytes(tokenizer: Tokenizer) -> None:
+    """Together they are the text, wherever characters are cut; special tokens are spelled out."""
+    text = f"the fox {EMOJI}\n{EOS}<think>"
+    ids = tokenizer.encode(text)
+    assert b"".join(tokenizer.token_bytes(i) for i in ids).decode() == text
+    assert [i for i in ids if tokenizer.is_special(i)] == [tokenizer.token_id(EOS)]
+    names = {tokenizer.token_text(i) for i in ids}
+    assert {"the", " fox", "bytes:\\xf0", EOS, "<think>"} <= names
+    assert tokenizer.token_bytes(10**9) == b""
+
+
+def test_bytes_of_every_token(tokenizer: Tokenizer) -> None:
+    """All 256 bytes have a token, and the backend agrees on each."""
+    ids = range(tokenizer.vocab_size)
+    assert {tokenizer.token_bytes(i) for i in ids} >= {bytes([b]) for b in range(256)}
+    for i in ids:
+        own = tokenizer.token_bytes(i).decode(errors="replace")
+        assert own == tokenizer.decode([i], skip_special_tokens=False)
+
+
+def test_bytes_of_a_vocabulary_of_words() -> None:
+    backend = Backend(models.WordLevel({"a": 0, "é": 1, "?": 2}, unk_token="?"))
+    tokenizer = Tokenizer(backend)
+    assert [tokenizer.token_bytes(i) for i in range(3)] == [b"a", "é".encode(), b"?"]
+
+
+def test_banned_words_are_banned_at_the_start_and_later(tokenizer: Tokenizer) -> None:
+    found = tokenizer.banned_sequences(["fox", " lazy dog", "\n"])
+    texts = [tokenizer.decode(ids) for ids in found]
+    assert texts == ["fox", " fox", "lazy dog", " lazy dog", "\n"]
+    assert tokenizer.banned_sequences([]) == ()
+    assert tokenizer.banned_sequences(["fox", " fox"]) == found[:2]
+
+
+@pytest.mark.parametrize("word", ["", "\ud83d"])
+def test_words_that_cannot_be_banned(tokenizer: Tokenizer, word: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        tokenizer.banned_sequences(["fox", word])
+    assert caught.value.field == "bad_words"

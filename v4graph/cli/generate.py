@@ -29,11 +29,27 @@ from v4graph.cli.options import (
     load_tokenizer,
     num_bytes,
 )
+from v4graph.cli.sampling import (
+    BadWordsOption,
+    FrequencyOption,
+    LogitBiasOption,
+    LogprobsOption,
+    MinPOption,
+    MinTokensOption,
+    PresenceOption,
+    RepetitionOption,
+    SeedOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    parse_logit_bias,
+    told,
+)
 from v4graph.errors import RequestError
 
 if TYPE_CHECKING:
     from v4graph.engine.engine import LLMEngine
-    from v4graph.engine.request import StepOutput
+    from v4graph.engine.request import StepOutput, TokenLogprobs
     from v4graph.text.output import OutputText
     from v4graph.text.tokenizer import Tokenizer
 
@@ -54,13 +70,18 @@ def generate(
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Cap on generated tokens; the context caps them too.")
     ] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest that sum to this.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from this many; 0 is all.")] = 0,
-    min_p: Annotated[
-        float, typer.Option(help="Sample from tokens of at least this share of the likeliest's.")
-    ] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling of each prompt.")] = None,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: RepetitionOption = 1.0,
+    presence_penalty: PresenceOption = 0.0,
+    frequency_penalty: FrequencyOption = 0.0,
+    logit_bias: LogitBiasOption = None,
+    bad_words: BadWordsOption = None,
+    min_tokens: MinTokensOption = 0,
+    logprobs: LogprobsOption = None,
+    seed: SeedOption = None,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Text that ends it; repeatable.")
     ] = None,
@@ -85,17 +106,28 @@ def generate(
     """Continue prompts: text on stdout as it is written, figures on stderr."""
     from v4graph.engine.request import SamplingParams
 
-    wanted = _check_prompts(prompt or [], prompt_ids or [], stop or [])
+    texts = {"--stop": stop or [], "--bad-words": bad_words or []}
+    wanted = _check_prompts(prompt or [], prompt_ids or [], texts)
+    if logprobs is not None and not as_json:
+        raise RequestError("--logprobs needs --json", "logprobs")
     # Wrong values are told before minutes of loading.
     sampling: dict[str, Any] = {
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
         "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": parse_logit_bias(logit_bias or []),
+        "min_tokens": min_tokens,
+        "logprobs": logprobs,
         "seed": seed,
         "ignore_eos": ignore_eos,
     }
-    SamplingParams(max_tokens=max_tokens, **sampling)
+    if bad_words:
+        sampling["bad_words"] = load_tokenizer(spec, weights, None).banned_sequences(bad_words)
+    asked = SamplingParams(max_tokens=max_tokens, **sampling)
     seqs = max_num_seqs or min(len(wanted), 8)
     config = {
         "max_model_len": max_model_len,
@@ -117,12 +149,14 @@ def generate(
         "prefill_buckets": ((PREFILL_TOKENS, seqs),),
         "decode_buckets": (seqs,),
         "greedy_only": temperature == 0,
+        "logits_processing": bool(asked.rule_fields),
+        "max_logprobs": 0 if logprobs is None else max(logprobs, 1),
     }
     engine, stages = build_engine(spec, weights, config, quiet=as_json)
     tokenizer = None
     if prompt:
         tokenizer = load_tokenizer(spec, weights, engine.spec.bos_token_id)
-    run = Run(engine, tokenizer, stop or [], stream=not as_json)
+    run = Run(engine, tokenizer, stop or [], min_tokens, stream=not as_json)
     for item in wanted:
         ids = item if isinstance(item, list) else _encode(tokenizer, item)
         room = engine.max_model_len - len(ids)
@@ -132,7 +166,9 @@ def generate(
                 f"{engine.max_model_len} tokens (--max-model-len)",
                 "prompt",
             )
-        run.add(ids, SamplingParams(max_tokens=min(max_tokens, room), **sampling))
+        cap = min(max_tokens, room)
+        sampling["min_tokens"] = min(min_tokens, cap)
+        run.add(ids, SamplingParams(max_tokens=cap, **sampling))
     run.finish()
     if as_json:
         typer.echo(json.dumps(run.report(stages), ensure_ascii=False))
@@ -140,13 +176,16 @@ def generate(
         typer.echo(run.summary(stages), err=True)
 
 
-def _check_prompts(texts: list[str], ids: list[str], stops: list[str]) -> list[str | list[int]]:
+def _check_prompts(
+    texts: list[str], ids: list[str], need_text: dict[str, list[str]]
+) -> list[str | list[int]]:
     if bool(texts) == bool(ids):
         raise RequestError("give --prompt or --prompt-ids (and not both)", "prompt")
-    if ids and stops:
-        raise RequestError("--stop needs text; it cannot go with --prompt-ids", "stop")
-    if not all(stops):
-        raise RequestError("--stop: a stop string must not be empty", "stop")
+    for option, values in need_text.items():
+        if ids and values:
+            raise RequestError(f"{option} needs text; it cannot go with --prompt-ids", option)
+        if not all(values):
+            raise RequestError(f"{option}: a text must not be empty", option)
     try:
         return [*texts, *([int(i) for i in item.split(",")] for item in ids)]
     except ValueError as error:
@@ -167,6 +206,8 @@ class Output:
     num_prompt_tokens: int
     text: OutputText | None
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of these tokens, if they were asked for."""
     pieces: list[str] = field(default_factory=list)
     num_printed: int = 0
     finish_reason: str | None = None
@@ -176,11 +217,16 @@ class Run:
     """A batch of prompts on an engine; prints as it goes, prompts in their order."""
 
     def __init__(
-        self, engine: LLMEngine, tokenizer: Tokenizer | None, stops: list[str], stream: bool
+        self,
+        engine: LLMEngine,
+        tokenizer: Tokenizer | None,
+        stops: list[str],
+        min_tokens: int,
+        stream: bool,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._stops = stops
+        self._stops, self._min_tokens = stops, min_tokens
         self._stream = stream
         self._outputs: list[Output] = []
         self._num_done = 0
@@ -190,7 +236,9 @@ class Run:
         """Add a prompt; its request id is its number."""
         from v4graph.text.output import OutputText
 
-        text = None if self._tokenizer is None else OutputText(self._tokenizer, self._stops)
+        text = None
+        if self._tokenizer is not None:
+            text = OutputText(self._tokenizer, self._stops, min_tokens=self._min_tokens)
         self._engine.add_request(str(len(self._outputs)), prompt_ids, params)
         self._outputs.append(Output(len(prompt_ids), text))
 
@@ -207,6 +255,10 @@ class Run:
 
     def _take(self, step: StepOutput) -> None:
         output = self._outputs[int(step.request_id)]
+        self._take_tokens(step, output)
+        output.logprobs = [*output.logprobs, *(step.logprobs or [])][: len(output.token_ids)]
+
+    def _take_tokens(self, step: StepOutput, output: Output) -> None:
         reason = None if step.finish_reason is None else step.finish_reason.value
         if output.text is None:
             output.token_ids += step.token_ids
@@ -258,6 +310,8 @@ class Run:
         for output in self._outputs:
             item: dict[str, Any] = {} if output.text is None else {"text": "".join(output.pieces)}
             item |= {"token_ids": output.token_ids, "finish_reason": output.finish_reason}
+            if output.logprobs:
+                item["logprobs"] = told(output.logprobs, self._tokenizer)
             outputs.append(item)
         prompt, generated = self._totals()
         seconds = self._end - self._start

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,19 +9,29 @@ from pathlib import Path
 
 import torch
 
+from v4graph.engine.admission import check_params
 from v4graph.engine.pages import PageManager
 from v4graph.engine.prefix_salt import identity
 from v4graph.engine.request import FinishReason, Request, SamplingParams, StepOutput
-from v4graph.engine.rounds import DraftCounts, Injector, Readback, Recorder, Round, RoundRecord
+from v4graph.engine.rounds import (
+    DraftCounts,
+    Injector,
+    Readback,
+    Recorder,
+    Round,
+    RoundRecord,
+    RowLogprobs,
+)
 from v4graph.engine.scheduler import ScheduledBatch, Scheduler
 from v4graph.errors import PlanError, ProgramError, RequestError
 from v4graph.model.loader import load_params
 from v4graph.plan.budget import fit
 from v4graph.plan.lower import lower
-from v4graph.plan.types import Bucket, Limits, Mode, Plan
-from v4graph.program import precompile
+from v4graph.plan.rules import MAX_LOGPROBS
+from v4graph.plan.types import Limits, Mode, Plan
 from v4graph.program.build import ProgramSet, build_state
 from v4graph.program.compiler import Compiler
+from v4graph.program.warm_up import warm_up
 from v4graph.spec.model import ModelSpec
 
 Progress = Callable[[str, int, int], None]
@@ -46,6 +55,12 @@ class EngineConfig:
     prefill_buckets: tuple[tuple[int, int], ...] = ()
     greedy_only: bool = False
     """Build no sampling programs; requests with a temperature are refused."""
+    logits_processing: bool | None = None
+    """Build programs for penalties, biases, banned words and `min_tokens`; None is: unless
+    `greedy_only`."""
+    max_logprobs: int | None = None
+    """Most alternatives that a request may ask for, 0..20; 0 builds no programs for them. None is
+    20, or 0 with `greedy_only`."""
     speculative: str | None = None
     """An entry of the spec's `speculative`; None is the first one."""
     num_draft_tokens: int | None = None
@@ -61,6 +76,7 @@ class EngineConfig:
 
     def limits(self) -> Limits:
         """The plan's view of this configuration."""
+        kept = 4 * self.max_num_seqs if self.cached_boundaries is None else self.cached_boundaries
         return Limits(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -70,20 +86,22 @@ class EngineConfig:
             decode_buckets=self.decode_buckets,
             prefill_buckets=self.prefill_buckets,
             greedy_only=self.greedy_only,
+            logits_processing=(
+                not self.greedy_only if self.logits_processing is None else self.logits_processing
+            ),
+            max_logprobs=self._max_logprobs(),
             speculative=self.speculative or "",
             num_draft_tokens=self.num_draft_tokens or 0,
             overlap=self.overlap,
-            cached_boundaries=self._cached_boundaries(),
+            cached_boundaries=kept if self.prefix_cache else 0,
         )
 
-    def _cached_boundaries(self) -> int:
-        if not self.prefix_cache:
-            return 0
-        if self.cached_boundaries is None:
-            return 4 * self.max_num_seqs
-        if self.cached_boundaries < 0:
-            raise PlanError(f"cached_boundaries {self.cached_boundaries}: expected 0 or more")
-        return self.cached_boundaries
+    def _max_logprobs(self) -> int:
+        if self.max_logprobs is None:
+            return 0 if self.greedy_only else MAX_LOGPROBS
+        if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
+            raise PlanError(f"max_logprobs {self.max_logprobs}: expected 0..{MAX_LOGPROBS}")
+        return self.max_logprobs
 
     def torch_device(self) -> torch.device:
         """The device to run on.
@@ -100,28 +118,6 @@ class EngineConfig:
         if device.type == "cuda" and not torch.cuda.is_available():
             raise PlanError(f"device {self.device!r}: no NVIDIA GPU is visible to torch")
         return device
-
-
-def _warm_up(programs: ProgramSet, progress: Progress | None) -> None:
-    """Compile; on a CPU half of the programs in a second process, unless the cache has them."""
-    state, keys = programs.state, programs.order()
-    two_cores = (os.cpu_count() or 1) > 1
-    cpu = state.table.device.type == "cpu"
-    if not (programs.compiler.enabled and cpu and two_cores and len(keys) > 1):
-        programs.warm_up(progress)
-        return
-    theirs = tuple(keys[::2])
-    job = precompile.Job(state.spec, state.plan, theirs, torch.get_num_threads())
-    child = precompile.start(job)
-    waited = False
-
-    def before(key: tuple[Mode, Bucket]) -> None:
-        nonlocal waited
-        if key in theirs and not waited:
-            precompile.finish(job, child)
-            waited = True
-
-    programs.warm_up(progress, before, [*keys[1::2], *theirs])
 
 
 class LLMEngine:
@@ -176,7 +172,7 @@ class LLMEngine:
         programs = ProgramSet(
             state, Compiler(config.compile), config.checked, cuda_graphs=config.cuda_graphs
         )
-        _warm_up(programs, progress)
+        warm_up(programs, progress)
         salt = identity(spec, plan, params) if config.prefix_cache else None
         return cls(spec, plan, programs, config.seed, salt)
 
@@ -213,11 +209,7 @@ class LLMEngine:
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
-        if self.plan.limits.greedy_only and params.temperature > 0:
-            raise RequestError(
-                f"temperature {params.temperature:g}: this engine was built for greedy output",
-                "temperature",
-            )
+        check_params(params, self.plan.limits, self.spec.vocab_size)
         if not prompt_ids:
             raise RequestError("the prompt is empty: give at least one token", "prompt")
         for token in prompt_ids:
@@ -237,8 +229,9 @@ class LLMEngine:
                 f"{longest} tokens need more cache pages than the pools hold", "max_tokens"
             )
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
+        rules = params.rules(len(prompt_ids), self._eos)
         request = Request(
-            request_id, list(prompt_ids), len(prompt_ids), params, seed, self._arrivals
+            request_id, list(prompt_ids), len(prompt_ids), params, seed, self._arrivals, rules
         )
         self._arrivals += 1
         self._requests[request_id] = request
@@ -286,9 +279,12 @@ class LLMEngine:
             counts,
             self._step,
             any(r.params.temperature > 0 for r in batch.requests),
+            any(r.rules is not None for r in batch.requests),
+            any(r.params.logprobs is not None for r in batch.requests),
         )
         preemptions = [r.num_preemptions for r in batch.requests]
-        return Round(batch, Readback(result.tokens, result.num_drafts), preemptions, drafts)
+        readback = Readback(result.tokens, result.num_drafts, result.logprobs)
+        return Round(batch, readback, preemptions, drafts)
 
     def _inject(self, requests: list[Request]) -> None:
         assert self.draft_injector is not None  # noqa: S101 (the caller asked)
@@ -311,6 +307,7 @@ class LLMEngine:
         outputs = []
         verifying = done.batch.mode is Mode.TARGET_VERIFY
         rows, num_drafts = done.tokens.wait()
+        told = done.tokens.logprobs()
         for i, (request, count) in enumerate(
             zip(done.batch.requests, done.batch.num_scheduled_tokens, strict=True)
         ):
@@ -324,7 +321,7 @@ class LLMEngine:
                         f"{request.request_id}: a verification that committed no token"
                     )
                 self._count_round(request, (count - 1, num_drafts[i]), tokens, done, i)
-            output = self._append(request, tokens)
+            output = self._append(request, tokens, None if told is None else told[i])
             if output is not None:
                 outputs.append(output)
             if output is None or output.finish_reason is None:
@@ -349,7 +346,9 @@ class LLMEngine:
             known = request.num_tokens
             self.recorder(RoundRecord(request.request_id, known, done.drafts[index], tokens))
 
-    def _append(self, request: Request, tokens: list[int]) -> StepOutput | None:
+    def _append(
+        self, request: Request, tokens: list[int], told: RowLogprobs | None
+    ) -> StepOutput | None:
         """Give a request its new tokens, up to one that ends it; None when there are none."""
         if tokens and request.num_generated_tokens == 0:
             self._prompt_tokens += request.num_prompt_tokens
@@ -366,7 +365,11 @@ class LLMEngine:
         if reason is not None:
             del self._requests[request.request_id]
             self.scheduler.finish(request)
-        return StepOutput(request.request_id, kept, reason) if kept else None
+        if not kept:
+            return None
+        count = request.params.logprobs
+        logprobs = None if told is None or count is None else told.tell(kept, count)
+        return StepOutput(request.request_id, kept, reason, logprobs)
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
         p = request.params
@@ -394,11 +397,7 @@ class LLMEngine:
             "num_recompilations": self.programs.compiler.recompilations,
         }
         if self.pages.prefix is not None:
-            out |= {
-                "prefix_query_tokens": self.pages.prefix.num_query_tokens,
-                "prefix_hit_tokens": self.pages.prefix.num_hit_tokens,
-                "prefix_evicted_pages": self.pages.prefix.num_evicted_pages,
-            }
+            out |= self.pages.prefix.metrics
         for name, pool in self.pages.pools.items():
             out[f"pages_used.{name}"] = pool.num_used
             out[f"pages_cached.{name}"] = pool.num_cached

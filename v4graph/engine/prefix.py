@@ -119,6 +119,15 @@ class PrefixCache:
         self.num_hit_tokens = 0
         self.num_evicted_pages = 0
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Tokens of admitted requests and those that hits brought; pages freed by eviction."""
+        return {
+            "prefix_query_tokens": self.num_query_tokens,
+            "prefix_hit_tokens": self.num_hit_tokens,
+            "prefix_evicted_pages": self.num_evicted_pages,
+        }
+
     # Lookup ------------------------------------------------------------------------------------
 
     def find(self, request: Request) -> Hit | None:

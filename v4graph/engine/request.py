@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 from v4graph.errors import RequestError
+from v4graph.plan.rules import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_END_IDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    RuleRow,
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,21 @@ class SamplingParams:
     """Equal seeds give equal tokens, alone or in any batch."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    """Keeps EOS and stop ids away until so many tokens are generated."""
+    repetition_penalty: float = 1.0
+    """Above 1 makes tokens of prompt and output less likely; 1 is off."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of every token of the output so far."""
+    frequency_penalty: float = 0.0
+    """Taken as often as the token is in the output so far."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of token ids, each in -100..100."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the output never contains."""
+    logprobs: int | None = None
+    """Tell every token's log-probability and that of so many likeliest ones; None is off. They
+    are of the model's own logits, before temperature, rules and cuts."""
 
     def __post_init__(self) -> None:
         _integer("max_tokens", self.max_tokens, 1)
@@ -42,6 +66,79 @@ class SamplingParams:
             raise RequestError("top_p must be above 0 and at most 1, got 0", "top_p")
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0)
+        _integer("min_tokens", self.min_tokens, 0)
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}",
+                "min_tokens",
+            )
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
+        if self.repetition_penalty == 0:
+            raise RequestError(
+                "repetition_penalty must be above 0 and at most 100, got 0", "repetition_penalty"
+            )
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        self._check_tables()
+
+    def _check_tables(self) -> None:
+        """What a row of the request table has room for."""
+        _at_most("logit_bias", "entries", len(self.logit_bias), MAX_LOGIT_BIAS)
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias", token, 0)
+            _number("logit_bias", bias, -100.0, 100.0)
+        _at_most("bad_words", "token sequences", len(self.bad_words), MAX_BAD_WORDS)
+        for word in self.bad_words:
+            if not word:
+                raise RequestError("bad_words: a sequence must not be empty", "bad_words")
+            _at_most("bad_words", "tokens in a sequence", len(word), MAX_BAD_WORD_TOKENS)
+            for token in word:
+                _integer("bad_words", token, 0)
+
+    @property
+    def rule_fields(self) -> list[str]:
+        """The fields that change the model's logits before a token is chosen."""
+        used = {
+            "min_tokens": bool(self.min_tokens),
+            "repetition_penalty": self.repetition_penalty != 1,
+            "presence_penalty": bool(self.presence_penalty),
+            "frequency_penalty": bool(self.frequency_penalty),
+            "logit_bias": bool(self.logit_bias),
+            "bad_words": bool(self.bad_words),
+        }
+        return [name for name, on in used.items() if on]
+
+    def rules(self, num_prompt_tokens: int, eos: Collection[int]) -> RuleRow | None:
+        """The request table's row of rules; None if there are none.
+
+        Args:
+            eos: the model's own end ids.
+
+        Raises:
+            RequestError: `min_tokens` with more end ids than a row holds.
+        """
+        if not self.rule_fields:
+            return None
+        ends = {*self.stop_token_ids, *(() if self.ignore_eos else eos)}
+        if self.min_tokens:
+            _at_most("stop_token_ids", "ids, EOS included, with min_tokens", len(ends), MAX_END_IDS)
+        return RuleRow(
+            num_prompt_tokens=num_prompt_tokens,
+            min_tokens=self.min_tokens,
+            end_ids=tuple(sorted(ends)) if self.min_tokens else (),
+            logit_bias=tuple(self.logit_bias.items()),
+            bad_words=self.bad_words,
+            repetition=self.repetition_penalty,
+            presence=self.presence_penalty,
+            frequency=self.frequency_penalty,
+        )
+
+
+def _at_most(name: str, what: str, count: int, most: int) -> None:
+    if count > most:
+        raise RequestError(f"{name}: {count} {what}, at most {most}", name)
 
 
 def _integer(name: str, value: object, low: int, high: int = 2**63 - 1) -> None:
@@ -64,12 +161,24 @@ class FinishReason(str, Enum):
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """A token's natural log-probability under the model's own logits."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+    """The likeliest tokens and theirs, in descending order."""
+
+
+@dataclass(frozen=True)
 class StepOutput:
     """New tokens of one request; the token that ended it is included."""
 
     request_id: str
     token_ids: list[int]
     finish_reason: FinishReason | None
+    logprobs: list[TokenLogprobs] | None = None
+    """One a token, for a request that asked for them."""
 
 
 @dataclass(eq=False)
@@ -94,6 +203,7 @@ class Request:
     params: SamplingParams
     seed: int
     arrival: int
+    rules: RuleRow | None = None
     num_computed_tokens: int = 0
     num_unread_drafts: int = 0
     num_unread_rounds: int = 0

@@ -8,30 +8,52 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from v4graph.engine.request import Request
+from v4graph.engine.request import Request, TokenLogprobs
 from v4graph.engine.scheduler import ScheduledBatch
 
 
+@dataclass(frozen=True)
+class RowLogprobs:
+    """Log-probabilities of one request's new tokens, on the host."""
+
+    own: list[float]
+    ids: list[list[int]]
+    values: list[list[float]]
+
+    def tell(self, tokens: list[int], count: int) -> list[TokenLogprobs]:
+        """Of the first tokens of the row, each with its `count` likeliest."""
+        return [
+            TokenLogprobs(
+                token,
+                self.own[i],
+                list(zip(self.ids[i][:count], self.values[i][:count], strict=True)),
+            )
+            for i, token in enumerate(tokens)
+        ]
+
+
 class Readback:
-    """A copy of a step's tokens on its way to the host; `wait` is the only synchronisation."""
+    """A copy of a step's outcome on its way to the host; `wait` is the only synchronisation."""
 
     num_waits = 0
     """Times that any host code waited for a device, over the life of the process."""
 
-    def __init__(self, tokens: Tensor, num_drafts: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        tokens: Tensor,
+        num_drafts: Tensor | None,
+        logprobs: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> None:
         """`num_drafts [R]` comes along in the same copy as `tokens [R, W]`."""
         self._with_drafts = num_drafts is not None
         if num_drafts is not None:
             tokens = torch.cat((tokens, num_drafts[:, None]), dim=1)
         self._event: torch.cuda.Event | None = None
+        self._tokens = _copy(tokens)
+        self._logprobs = None if logprobs is None else [_copy(t) for t in logprobs]
         if tokens.is_cuda:
-            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._tokens.copy_(tokens, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
-        else:
-            # The program's next run writes its own output again.
-            self._tokens = tokens.clone()
 
     def wait(self) -> tuple[list[list[int]], list[int]]:
         """The tokens of every request, without the -1 behind the last, and the drafts of each that
@@ -42,6 +64,21 @@ class Readback:
         rows = self._tokens.tolist()
         drafts = [row.pop() if self._with_drafts else 0 for row in rows]
         return [[t for t in row if t >= 0] for row in rows], drafts
+
+    def logprobs(self) -> list[RowLogprobs] | None:
+        """After `wait`: of every request, if the round told them."""
+        if self._logprobs is None:
+            return None
+        own, ids, values = (t.tolist() for t in self._logprobs)
+        return [RowLogprobs(*row) for row in zip(own, ids, values, strict=True)]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        # The program's next run writes its own output again.
+        return tensor.clone()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,7 @@ class Scheduler:
             min_p=p.min_p,
             seed=request.seed,
             num_computed_tokens=request.num_computed_tokens,
+            rules=request.rules,
         )
         self.running.append(request)
         self.pages.allocate(request, missing)

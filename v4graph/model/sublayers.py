@@ -13,6 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from v4graph.ops.attention import gather_rows, paged_attention
+from v4graph.ops.blocks import (
+    BLOCK_TOKENS,
+    Blocks,
+    block_attention,
+    block_index_scores,
+    token_blocks,
+)
 from v4graph.ops.cache import write_rows
 from v4graph.ops.compress import pool_windows, state_rows
 from v4graph.ops.hyper import hyper_head, hyper_post, hyper_pre
@@ -135,7 +142,8 @@ class AttentionSublayer:
         window = self.caches["window"]
         write_rows(pools["window"], m[f"{window}.slot_mapping"], rotate(kv, cos, sin))
 
-        rows = slots = None
+        rows = slots = chosen = None
+        blocks = self._blocks(m)
         if not isinstance(a, SlidingAttention):
             states = F.linear(h.float(), w["attn.compress"])
             own = w["attn.compressor.ape"].shape[1] * 2
@@ -155,21 +163,53 @@ class AttentionSublayer:
                 m,
             )
             head_weights = projected[:, a.q_lora_rank + a.head_dim :]
-            slots = self._index(a, queries[:, width:], head_weights, cos, sin, pools, m)
-        out = paged_attention(
-            q,
-            pools["window"],
-            m[f"{window}.read_slots"],
-            rows,
-            slots,
-            w["attn.attn_sink"],
-            a.head_dim**-0.5,
-        )
+            chosen = self._index(a, queries[:, width:], head_weights, cos, sin, blocks, pools, m)
+        out = self._attend(q, rows, slots, chosen, blocks, w, pools, m)
         out = rotate(out, cos[:, None], -sin[:, None])
         grouped = out.flatten(1).unflatten(-1, (a.o_groups, -1)).transpose(0, 1)
         wo_a = w["attn.wo_a.weight"].unflatten(0, (a.o_groups, a.o_lora_rank))
         low = torch.bmm(grouped, wo_a.transpose(1, 2)).transpose(0, 1).flatten(1)
         return self.residual.leave(x_TND, F.linear(low, w["attn.wo_b.weight"]), post, comb)
+
+    def _blocks(self, m: Tensors) -> Blocks | None:
+        """Blocks of neighbouring tokens, where a step has many tokens of few requests."""
+        slots = m[f"{self.caches['window']}.read_slots"]
+        if "logits_rows" not in m or slots.shape[1] < 2:
+            return None
+        num_requests = m["logits_rows"].shape[0]
+        few = num_requests * BLOCK_TOKENS <= slots.shape[0]
+        return token_blocks(slots, num_requests) if few else None
+
+    def _attend(
+        self,
+        q: Tensor,
+        rows: Tensor | None,
+        slots: Tensor | None,
+        chosen: Tensor | None,
+        blocks: Blocks | None,
+        w: Tensors,
+        pools: Tensors,
+        m: Tensors,
+    ) -> Tensor:
+        """Attention to the window and to compressed `rows` at `slots [T, C]`.
+
+        `chosen [T, K]` names the columns of `slots` that count, -1 where fewer.
+        """
+        a = self.config
+        window, sink, scale = pools["window"], w["attn.attn_sink"], a.head_dim**-0.5
+        near = m[f"{self.caches['window']}.read_slots"]
+        # A block multiplies every visible row, so it pays only while most of them are chosen.
+        sparse = chosen is not None and slots is not None and slots.shape[1] > 4 * chosen.shape[1]
+        if blocks is not None and not sparse:
+            mask = None
+            if chosen is not None and slots is not None:
+                beyond = slots.shape[1]
+                mask = torch.zeros(len(slots), beyond + 1, dtype=torch.bool, device=slots.device)
+                mask = mask.scatter(1, torch.where(chosen < 0, beyond, chosen), True)[:, :beyond]
+            return block_attention(q, window, near, rows, slots, mask, sink, scale, blocks)
+        if chosen is not None and slots is not None:
+            slots = torch.where(chosen >= 0, slots.gather(1, chosen.clamp_min(0)), -1)
+        return paged_attention(q, window, near, rows, slots, sink, scale)
 
     def _close_windows(
         self,
@@ -210,20 +250,22 @@ class AttentionSublayer:
         head_weights: Tensor,
         cos: Tensor,
         sin: Tensor,
+        blocks: Blocks | None,
         pools: Tensors,
         m: Tensors,
     ) -> Tensor:
-        """Row ids of the compressed rows that each token attends to, -1 where fewer."""
+        """Which of its visible compressed rows each token attends to, `[T, K]`, -1 where fewer."""
         index = a.indexer
         q = queries.unflatten(-1, (index.heads, index.dim))
         q = rotate(q, cos[:, None], sin[:, None])
         weights = head_weights.float() * (index.dim * index.heads) ** -0.5
         name = self.caches["index"]
-        keys = gather_rows(pools["index"], m[f"{name}.read_slots"])
-        scores = index_scores(q, keys, weights)
-        chosen = select_topk(scores, m[f"{name}.num_entries"], index.topk)
-        slots = m[f"{self.caches['compressed']}.read_slots"].gather(1, chosen.clamp_min(0))
-        return torch.where(chosen >= 0, slots, -1)
+        slots = m[f"{name}.read_slots"]
+        if blocks is None:
+            scores = index_scores(q, gather_rows(pools["index"], slots), weights)
+        else:
+            scores = block_index_scores(q, pools["index"], slots, weights, blocks)
+        return select_topk(scores, m[f"{name}.num_entries"], index.topk)
 
 
 class FfnSublayer:

@@ -40,11 +40,20 @@ def paged_attention(
     if compressed_pool is not None and compressed_slots_TL is not None:
         keys = torch.cat((keys, gather_rows(compressed_pool, compressed_slots_TL)), dim=1)
         slots = torch.cat((slots, compressed_slots_TL), dim=1)
-    keys = keys.to(q_THE.dtype)
-    scores = torch.bmm(q_THE, keys.transpose(1, 2)).float() * softmax_scale
-    scores = scores.masked_fill((slots < 0)[:, None], float("-inf"))
-    sink = sink_H[:, None]
+    return attend(q_THE, keys.to(q_THE.dtype), (slots >= 0)[:, None], sink_H, softmax_scale)
+
+
+def attend(
+    q_BQE: Tensor, keys_BLE: Tensor, seen_BQL: Tensor, sink_Q: Tensor, softmax_scale: float
+) -> Tensor:
+    """Softmax of each query row over the keys it sees and its sink; keys are values too.
+
+    `seen` is bool and broadcasts; scores and softmax are float32. The result has `q`'s dtype.
+    """
+    scores = torch.bmm(q_BQE, keys_BLE.transpose(1, 2)).float() * softmax_scale
+    scores = scores.masked_fill(~seen_BQL, float("-inf"))
+    sink = sink_Q[:, None]
     top = torch.maximum(scores.amax(-1, keepdim=True), sink)
     weights = (scores - top).exp()
     weights = weights / (weights.sum(-1, keepdim=True) + (sink - top).exp())
-    return torch.bmm(weights.to(keys.dtype), keys)
+    return torch.bmm(weights.to(keys_BLE.dtype), keys_BLE)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import ceil
 
 from v4graph.errors import PlanError
+from v4graph.plan.rules import RULE_FLOATS, RULE_INTS
 from v4graph.plan.types import (
     DTYPES,
     Bucket,
@@ -136,6 +137,8 @@ def _resolve(spec: ModelSpec, limits: Limits) -> tuple[Limits, int]:
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         if getattr(limits, name) < 1:
             raise PlanError(f"{name} {getattr(limits, name)}: expected at least 1")
+    if limits.cached_boundaries < 0:
+        raise PlanError(f"cached_boundaries {limits.cached_boundaries}: expected 0 or more")
     if limits.dtype not in ("float32", "bfloat16"):
         raise PlanError(f"dtype {limits.dtype!r}: expected 'float32' or 'bfloat16'")
     decode = limits.decode_buckets or tuple(sorted({1, limits.max_num_seqs}))
@@ -326,7 +329,9 @@ def _table_bytes(
     scalars = (9 + k) * DTYPES["int64"]
     stored = speculation.layers and not limits.greedy_only
     draft_probs = 0 if not stored else k * spec.vocab_size * DTYPES["float32"]
-    return slots * (columns + tokens + scalars + draft_probs)
+    rules = RULE_INTS * DTYPES["int64"] + RULE_FLOATS * DTYPES["float32"]
+    rules = rules if limits.logits_processing else 0
+    return slots * (columns + tokens + scalars + draft_probs + rules)
 
 
 def _modes(

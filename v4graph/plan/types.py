@@ -54,6 +54,11 @@ class Limits:
     """Places at which the prefix cache can let sequences start, beyond those of running requests:
     each takes the pages of sliding groups before it. All together take at most an eighth of the
     memory."""
+    logits_processing: bool = False
+    """Have programs for penalties, biases, banned tokens and `min_tokens`."""
+    max_logprobs: int = 0
+    """Most alternatives whose log-probabilities a request may ask for; 0 leaves these programs
+    out."""
 
 
 GroupKind = Literal["sliding_window", "compressed", "compressor_state"]

@@ -2,7 +2,8 @@
 
 Every function takes (request table, host lists, static buffers, logits) and is a region of its
 own. The `sample` variants run when any request of the batch has a temperature; in them a request
-without one is a distribution with a single token.
+without one is a distribution with a single token. `process` may come before them and
+`tell_logprobs` behind.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from v4graph.ops.logits import Prefix, logprobs, process_logits
 from v4graph.ops.ngram import lookup
 from v4graph.ops.sampling import (
     DRAFT,
@@ -29,9 +31,44 @@ from v4graph.program.commit import (
     commit_sampled,
     commit_verified,
 )
+from v4graph.program.rules import unpack
 
 Tensors = dict[str, Tensor]
 Settle = Callable[[Tensors, Tensors, Tensors, Tensor], Any]
+
+
+def process(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) -> Tensor:
+    """Logits `[R, V]` under the requests' rules; before a choice, or before one more draft."""
+    behind = table["num_drafts"][host["slots"]][:, None]
+    return _process(table, host["slots"], behind, logits[:, None])[:, 0]
+
+
+def process_choice(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) -> Tensor:
+    """The same for the main model's choice: what was drafted once is none of its prefix."""
+    behind = torch.zeros_like(host["slots"])[:, None]
+    return _process(table, host["slots"], behind, logits[:, None])[:, 0]
+
+
+def process_verified(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) -> Tensor:
+    """The same for `logits [R x (k + 1), V]`; row i of a request stands behind i drafts."""
+    slots = host["slots"]
+    rows = logits.unflatten(0, (slots.shape[0], -1))
+    behind = torch.arange(rows.shape[1], device=rows.device).expand(rows.shape[:2])
+    return _process(table, slots, behind, rows).flatten(0, 1)
+
+
+def _process(table: Tensors, slots: Tensor, behind: Tensor, rows: Tensor) -> Tensor:
+    prefix = Prefix(
+        table["token_ids"][slots], table["num_tokens"][slots], table["draft_tokens"][slots], behind
+    )
+    return process_logits(
+        rows, prefix, unpack(table["rule_ints"][slots], table["rule_floats"][slots])
+    )
+
+
+def tell_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`ops.logits.logprobs` of the new `tokens [R, W]`, from logits `[R x W, V]` before rules."""
+    return logprobs(logits.unflatten(0, tokens.shape), tokens, count)
 
 
 def choose_greedy(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) -> Tensor:

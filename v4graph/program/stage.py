@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from v4graph.program import settle
 from v4graph.program.compiler import Compiler
 from v4graph.program.prepare import MODE_NUMBERS, prepare
 from v4graph.program.table import RequestTable
+from v4graph.program.variants import Variant
 from v4graph.spec.model import ModelSpec, MtpSpeculation
 
 Tensors = dict[str, Tensor]
@@ -32,6 +34,13 @@ _SETTLE = {
     Mode.TARGET_VERIFY: (settle.verify_drafts_greedy, settle.verify_drafts_sample),
     Mode.DRAFT_EXTEND: (settle.draft_greedy, settle.draft_sample),
     Mode.DRAFT_DECODE: (settle.draft_greedy, settle.draft_sample),
+}
+_PROCESS = {
+    Mode.PREFILL: settle.process_choice,
+    Mode.DECODE: settle.process_choice,
+    Mode.TARGET_VERIFY: settle.process_verified,
+    Mode.DRAFT_EXTEND: settle.process,
+    Mode.DRAFT_DECODE: settle.process,
 }
 _POISON = {torch.int64: -(2**62), torch.float32: float("nan"), torch.bool: True}
 
@@ -127,6 +136,13 @@ class Stage:
                 random: self.region("sample" if random else "greedy", fn)
                 for random, fn in zip((False, True), settles, strict=True)
             }
+        limits = plan.limits
+        if self._layers and limits.logits_processing:
+            self._process = self.region("process", _PROCESS[mode])
+        if kind == "main" and limits.max_logprobs:
+            self._logprobs = self.region(
+                "logprobs", partial(settle.tell_logprobs, count=limits.max_logprobs)
+            )
 
     def region(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` as a region of this stage."""
@@ -177,9 +193,15 @@ class Stage:
         z = self._embed(streams, buf["input_ids"], buf["positions"], top["embed.weight"], w)
         return self._head(self._run(z), buf["logits_rows"], w, top["head.weight"])
 
-    def settle(self, host: Tensors, logits: Tensor, random: bool) -> Tensor:
+    def settle(self, host: Tensors, logits: Tensor, variant: Variant) -> Tensor:
         """Commit what the logits decide; new tokens after a stage of the main model."""
-        return self._settle[random](self._table, host, self.buf, logits)
+        if variant.processed:
+            logits = self._process(self._table, host, self.buf, logits)
+        return self._settle[variant.random](self._table, host, self.buf, logits)
+
+    def logprobs(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of the new tokens and of the likeliest ones (`ops.logits.logprobs`)."""
+        return self._logprobs(logits, tokens)
 
     def _run(self, x: Tensor) -> Tensor:
         state = self.state

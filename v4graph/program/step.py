@@ -8,7 +8,7 @@ settles; with draft layers it goes on over the same rows (draft-extend) and then
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from v4graph.program.compiler import Call, Compiler
 from v4graph.program.graph import CapturedTape
 from v4graph.program.stage import ModelState, Stage, Tensors
 from v4graph.program.tape import Tape
+from v4graph.program.variants import Variant, choose, variants
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,10 @@ class StepResult:
     tokens: Tensor
     """`[R, W]` int64, the new tokens of each request; -1 behind the last one."""
     logits: Tensor
-    """`[R, V]` float32, or `[R * W, V]` after target-verify."""
+    """`[R, V]` float32, or `[R x W, V]` after target-verify: the model's own."""
+    logprobs: tuple[Tensor, Tensor, Tensor] | None = None
+    """Of the tokens, and ids and values of the likeliest, from the model's own logits
+    (`ops.logits.logprobs`); only in variants that tell them."""
     num_drafts: Tensor | None = None
     """`[R]` int64, the drafts that target-verify has verified."""
 
@@ -79,7 +83,7 @@ class StepProgram:
         `graph_pool`, recorded rounds become CUDA graphs."""
         self.state, self.mode, self.bucket, self.checked = state, mode, bucket, checked
         self._compiler = compiler
-        self._tapes: dict[bool, Tape | CapturedTape] = {}
+        self._tapes: dict[Variant, Tape | CapturedTape] = {}
         self._table = state.table.tensors()
         find = stage or (lambda m, b: Stage(state, m, b, compiler))
         plans = state.plan.stages(mode, bucket)
@@ -94,32 +98,42 @@ class StepProgram:
         """The host's lists and the static buffers of the first stage."""
         return {**self.host, **self.stages[0].buf}
 
-    def run(self, slots: list[int], query_lens: list[int], step: int, random: bool) -> StepResult:
+    def run(
+        self,
+        slots: list[int],
+        query_lens: list[int],
+        step: int,
+        random: bool,
+        processed: bool = False,
+        logprobs: bool = False,
+    ) -> StepResult:
         """Compute one round for the requests in `slots` (padded here up to the bucket).
 
         Args:
             slots: request-table rows, each at most once, none of them 0.
             query_lens: tokens of each request, at least 1; a program of fixed width takes that.
             step: the engine's step number, stamped on everything the round writes.
-            random: whether any request samples; False selects the greedy variant.
+            random: whether any request samples.
+            processed: whether any request has rules over logits.
+            logprobs: whether any request wants log-probabilities.
 
         Raises:
             ProgramError: a batch that does not fit; in checked mode, a buffer that was not
                 rewritten, moved or is stale.
         """
+        variant = choose(self.state.plan.limits, random, processed, logprobs)
         self._feed(slots, query_lens, step)
+        result = self._run(len(slots), step, variant)
+        return replace(result, num_drafts=self.stages[0].buf.get("num_drafts"))
+
+    def _run(self, num_reqs: int, step: int, variant: Variant) -> StepResult:
         with torch.no_grad():
-            tape = self._tapes.get(random)
+            tape = self._tapes.get(variant)
             if tape is not None:
-                tokens, logits = tape.replay()
-                return StepResult(tokens, logits, self._num_drafts)
-            return self._run_stages(len(slots), step, random)
+                return _result(tape.replay())
+            return self._run_stages(num_reqs, step, variant)
 
-    @property
-    def _num_drafts(self) -> Tensor | None:
-        return self.stages[0].buf.get("num_drafts")
-
-    def _run_stages(self, num_reqs: int, step: int, random: bool) -> StepResult:
+    def _run_stages(self, num_reqs: int, step: int, variant: Variant) -> StepResult:
         first, checked = self.stages[0], self.checked
         first.prepare(self.host, step, checked)
         if self.mode is Mode.IDLE:
@@ -127,40 +141,47 @@ class StepProgram:
         logits, streams = first.main()
         if checked:
             self._check_logits(logits, num_reqs, step)
-        tokens = first.settle(self.host, logits, random)
-        result = StepResult(tokens, logits, self._num_drafts)
+        tokens = first.settle(self.host, logits, variant)
+        told = first.logprobs(logits, tokens) if variant.logprobs else None
         for stage, repeat in zip(self.stages[1:], self._repeats[1:], strict=True):
             for _ in range(repeat):
                 stage.prepare(self.host, step, checked)
                 drafted, streams = stage.draft(streams)
-                stage.settle(self.host, drafted, random)
-        return result
+                stage.settle(self.host, drafted, variant)
+        return StepResult(tokens, logits, told)
 
     def warm_up(self) -> None:
-        """Compile every region and record both variants, on padding only: nothing is committed."""
-        greedy_only = self.state.plan.limits.greedy_only or self.mode is Mode.IDLE
-        for random in (False, True)[: 1 if greedy_only else 2]:
-            self._tapes.pop(random, None)
-            self.run([], [], 0, random)
+        """Compile every region and record all variants, on padding only: nothing is committed."""
+        needed = variants(self.state.plan.limits)
+        if not self._compiler.enabled:
+            # Nothing to compile: a run of the common ones shows that the step works.
+            needed = tuple(v for v in needed if not v.processed and not v.logprobs)
+        for variant in needed[:1] if self.mode is Mode.IDLE else needed:
+            self._tapes.pop(variant, None)
+            self._warm_up(variant)
             if self._compiler.enabled and not self.checked and self.mode is not Mode.IDLE:
-                tape = self._record(random)
+                tape = self._record(variant)
                 pool = self._graph_pool
-                self._tapes[random] = tape if pool is None else CapturedTape(tape, pool)
+                self._tapes[variant] = tape if pool is None else CapturedTape(tape, pool)
 
     def calls_per_step(self) -> dict[str, int]:
         """Compiled calls of a recorded round, by variant; empty where nothing was recorded."""
-        return {"sample" if random else "greedy": len(t) for random, t in self._tapes.items()}
+        return {variant.name: len(tape) for variant, tape in self._tapes.items()}
 
-    def _record(self, random: bool) -> Tape:
+    def _warm_up(self, variant: Variant) -> StepResult:
+        self._feed([], [], 0)
+        return self._run(0, 0, variant)
+
+    def _record(self, variant: Variant) -> Tape:
         calls: list[Call] = []
         self._compiler.calls = calls
         try:
-            result = self.run([], [], 0, random)
+            result = self._warm_up(variant)
         finally:
             self._compiler.calls = None
         static = [*self.state.tensors(), *self.host.values()]
         static += [t for stage in self.stages for t in stage.buf.values()]
-        return Tape(calls, (result.tokens, result.logits), static)
+        return Tape(calls, (result.tokens, result.logits, *(result.logprobs or ())), static)
 
     def _feed(self, slots: list[int], query_lens: list[int], step: int) -> None:
         R, T, width = self.bucket.num_reqs, self.bucket.num_tokens, self.bucket.tokens_per_req
@@ -182,3 +203,8 @@ class StepProgram:
                 f"{self.mode.value}: NaN logits in step {step}: a layer read a row that was "
                 "never written"
             )
+
+
+def _result(outputs: list[Tensor]) -> StepResult:
+    tokens, logits, *told = outputs
+    return StepResult(tokens, logits, (told[0], told[1], told[2]) if told else None)

@@ -6,10 +6,14 @@ and block-table entries when pages change hands; everything else is advanced by 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from v4graph.plan.rules import RuleRow
 from v4graph.plan.types import NULL_PAGE, Plan
+from v4graph.program.rules import empty_rules
 
 _SCALARS = {
     "num_tokens": torch.int64,  # known tokens: prompt and generated
@@ -33,6 +37,8 @@ class RequestTable:
         draft_tokens: `[S, k]` int64.
         draft_probs: `[S, k, V]` float32, what drafts of requests with a temperature were drawn
             from; without draft layers or sampling it has no elements.
+        rule_ints, rule_floats: rules over logits (`program/rules.py`); no columns if the plan's
+            limits leave them out.
         block_tables: `[S, table_width]` int64 page ids by group; the null page where unassigned.
     """
 
@@ -51,6 +57,11 @@ class RequestTable:
         stored = bool(plan.speculation.layers) and not plan.limits.greedy_only
         sampled = vocab_size if stored else 0
         self.draft_probs = torch.zeros(slots, k, sampled, device=device)
+        ints, floats = empty_rules(slots, device)
+        columns = None if plan.limits.logits_processing else 0
+        self.rule_ints = ints[:, :columns].contiguous()
+        self.rule_floats = floats[:, :columns].contiguous()
+        self._ruled: set[int] = set()
         # One tensor behind all block tables, so that a request's new pages are one write.
         sizes = [slots * g.table_width for g in plan.groups]
         self._tables = torch.full((sum(sizes),), NULL_PAGE, dtype=torch.int64, device=device)
@@ -74,8 +85,12 @@ class RequestTable:
         min_p: float,
         seed: int,
         num_computed_tokens: int = 0,
+        rules: RuleRow | None = None,
     ) -> None:
         """Start a request in `slot`: its tokens are known, of so many the rows are there."""
+        if rules is not None:
+            self._set_rules(slot, rules)
+            self._ruled.add(slot)
         self.token_ids[slot, : len(token_ids)] = self._sent(token_ids)
         values = {
             "num_tokens": len(token_ids),
@@ -91,6 +106,10 @@ class RequestTable:
         for name, value in values.items():
             self.scalars[name][slot] = value
 
+    def _set_rules(self, slot: int, rules: RuleRow) -> None:
+        self.rule_ints[slot] = self._sent(rules.ints())
+        self.rule_floats[slot] = self._sent(rules.floats(), torch.float32)
+
     def set_pages(self, slot: int, pages: dict[str, dict[int, int]]) -> None:
         """Write block-table entries of one request: pages by group and column."""
         where, what = [], []
@@ -102,9 +121,9 @@ class RequestTable:
             both = self._sent([*where, *what])
             self._tables.index_put_((both[: len(where)],), both[len(where) :])
 
-    def _sent(self, values: list[int]) -> Tensor:
+    def _sent(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
         """Numbers on the device, by a copy that the host does not wait for."""
-        on_host = torch.tensor(values, dtype=torch.int64)
+        on_host = torch.tensor(values, dtype=dtype)
         if self.device.type != "cuda":
             return on_host
         return on_host.pin_memory().to(self.device, non_blocking=True)
@@ -125,9 +144,13 @@ class RequestTable:
             table[slot] = NULL_PAGE
         for values in self.scalars.values():
             values[slot] = 0
+        if slot in self._ruled:
+            self._set_rules(slot, RuleRow())
+            self._ruled.remove(slot)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a step program may read, by name."""
         tables = {f"block_table.{k}": v for k, v in self.block_tables.items()}
         drafts = {"draft_tokens": self.draft_tokens, "draft_probs": self.draft_probs}
-        return {"token_ids": self.token_ids, **drafts, **self.scalars, **tables}
+        rules = {"rule_ints": self.rule_ints, "rule_floats": self.rule_floats}
+        return {"token_ids": self.token_ids, **drafts, **rules, **self.scalars, **tables}

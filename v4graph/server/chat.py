@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
+from v4graph.engine.request import TokenLogprobs
 from v4graph.errors import RequestError
 from v4graph.server.common import (
     answer_stream,
@@ -19,14 +20,15 @@ from v4graph.server.common import (
 )
 from v4graph.server.errors import ApiError
 from v4graph.server.generation import Generation, Serving
+from v4graph.server.logprobs import chat_logprobs
 from v4graph.server.protocol import ChatRequest
 from v4graph.server.responses import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
+    ChatLogprobs,
     ChatText,
-    FinishName,
     dump,
 )
 from v4graph.server.stream import event
@@ -50,11 +52,13 @@ def add_chat(app: FastAPI, serving: Serving) -> None:
             )
         thinking = body.chat_template_kwargs.thinking
         prompts = [await _prompt_ids(serving, body)]
-        cap = body.max_completion_tokens or body.max_tokens
         generation = Generation(serving, body, "chatcmpl", thinking)
 
+        def told(entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
+            return chat_logprobs(serving.tokenizer, entries) if body.logprobs else None
+
         async def whole() -> dict[str, Any]:
-            await generation.submit(prompts, cap)
+            await generation.submit(prompts)
             (choice,) = await collect(generation, 1)
             message = ChatText(role="assistant", content=choice.text)
             if thinking:
@@ -68,7 +72,7 @@ def add_chat(app: FastAPI, serving: Serving) -> None:
                     ChatChoice(
                         index=0,
                         message=message,
-                        logprobs=None,
+                        logprobs=told(choice.logprobs),
                         finish_reason=choice.finish_reason,
                     )
                 ],
@@ -78,8 +82,8 @@ def add_chat(app: FastAPI, serving: Serving) -> None:
 
         if not body.stream:
             return await answer_whole(request, generation, whole(), "messages")
-        events = _events(serving, generation, wants_usage_chunk(body))
-        return await answer_stream(generation, prompts, cap, events, "messages")
+        events = _events(serving, generation, wants_usage_chunk(body), told)
+        return await answer_stream(generation, prompts, events, "messages")
 
 
 async def _prompt_ids(serving: Serving, body: ChatRequest) -> list[int]:
@@ -94,12 +98,12 @@ async def _prompt_ids(serving: Serving, body: ChatRequest) -> list[int]:
 
 
 async def _events(
-    serving: Serving, generation: Generation, with_usage: bool
+    serving: Serving,
+    generation: Generation,
+    with_usage: bool,
+    told: Callable[[Sequence[TokenLogprobs]], ChatLogprobs | None],
 ) -> AsyncIterator[bytes]:
-    def chunk(delta: ChatText | None, finish: FinishName | None = None) -> ChatChunk:
-        choices = []
-        if delta is not None:
-            choices = [ChatChunkChoice(index=0, delta=delta, logprobs=None, finish_reason=finish)]
+    def chunk(choices: list[ChatChunkChoice]) -> ChatChunk:
         body = ChatChunk(
             id=generation.id,
             object="chat.completion.chunk",
@@ -111,19 +115,27 @@ async def _events(
             body.usage = None  # null in every chunk but the last
         return body
 
+    def piece(text: ChatText, logprobs: ChatLogprobs | None = None) -> ChatChunk:
+        return chunk([ChatChunkChoice(index=0, delta=text, logprobs=logprobs, finish_reason=None)])
+
     is_first = True
     async for delta in generation.deltas():
         if is_first:
             # Not before the first token: clients time it by their first chunk.
-            yield event(chunk(ChatText(role="assistant", content="")))
+            yield event(piece(ChatText(role="assistant", content="")))
             is_first = False
+        logprobs = told(delta.logprobs) if delta.logprobs else None
         if delta.reasoning:
-            yield event(chunk(ChatText(reasoning_content=delta.reasoning)))
+            yield event(piece(ChatText(reasoning_content=delta.reasoning), logprobs))
+            logprobs = None
         if delta.text:
-            yield event(chunk(ChatText(content=delta.text)))
+            yield event(piece(ChatText(content=delta.text), logprobs))
+            logprobs = None
         if delta.finish_reason is not None:
-            yield event(chunk(ChatText(), delta.finish_reason))
+            last = piece(ChatText(), logprobs)
+            last.choices[0].finish_reason = delta.finish_reason
+            yield event(last)
     if with_usage:
-        last = chunk(None)
-        last.usage = generation.usage
-        yield event(last)
+        end = chunk([])
+        end.usage = generation.usage
+        yield event(end)

@@ -75,6 +75,7 @@ async def collect(generation: Generation, num_choices: int) -> list[ChoiceDelta]
             text="".join(d.text for d in deltas),
             reasoning="".join(d.reasoning for d in deltas),
             finish_reason=deltas[-1].finish_reason,
+            logprobs=tuple(entry for d in deltas for entry in d.logprobs),
         )
         for index, deltas in enumerate(parts)
     ]
@@ -100,13 +101,12 @@ async def answer_whole(
 async def answer_stream(
     generation: Generation,
     prompts: Sequence[list[int]],
-    max_tokens: int | None,
     events: AsyncIterator[bytes],
     prompt_param: str,
 ) -> Response:
     """Send events; a fault before the first one is still an ordinary HTTP error."""
     try:
-        await generation.submit(prompts, max_tokens)
+        await generation.submit(prompts)
     except (RequestError, EngineDeadError) as error:
         raise as_api_error(error, prompt_param) from error
     return EventStream(_guarded(events), on_close=generation.close)

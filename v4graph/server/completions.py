@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -17,6 +17,7 @@ from v4graph.server.common import (
     wants_usage_chunk,
 )
 from v4graph.server.generation import ChoiceDelta, Generation, Serving
+from v4graph.server.logprobs import CompletionTeller
 from v4graph.server.protocol import CompletionRequest
 from v4graph.server.responses import Completion, CompletionChoice, dump
 from v4graph.server.stream import event
@@ -31,17 +32,29 @@ def add_completions(app: FastAPI, serving: Serving) -> None:
         check_model(serving, body.model)
         generation = Generation(serving, body, "cmpl")
         prompts = [await _prompt_ids(serving, prompt) for prompt in body.prompt]
+        tellers = None
+        if body.logprobs is not None:
+            tellers = [CompletionTeller(serving.tokenizer) for _ in prompts]
+
+        def chunk(deltas: Sequence[ChoiceDelta]) -> Completion:
+            return Completion(
+                id=generation.id,
+                object="text_completion",
+                created=generation.created,
+                model=serving.model_name,
+                choices=[_choice(delta, tellers) for delta in deltas],
+            )
 
         async def whole() -> dict[str, Any]:
-            await generation.submit(prompts, body.max_tokens)
-            answer = _body(serving, generation, await collect(generation, len(prompts)))
+            await generation.submit(prompts)
+            answer = chunk(await collect(generation, len(prompts)))
             answer.usage = generation.usage
             return dump(answer)
 
         if not body.stream:
             return await answer_whole(request, generation, whole(), "prompt")
-        events = _events(serving, generation, wants_usage_chunk(body))
-        return await answer_stream(generation, prompts, body.max_tokens, events, "prompt")
+        events = _events(generation, chunk, wants_usage_chunk(body))
+        return await answer_stream(generation, prompts, events, "prompt")
 
 
 async def _prompt_ids(serving: Serving, prompt: str | list[int]) -> list[int]:
@@ -51,32 +64,25 @@ async def _prompt_ids(serving: Serving, prompt: str | list[int]) -> list[int]:
 
 
 async def _events(
-    serving: Serving, generation: Generation, with_usage: bool
+    generation: Generation,
+    chunk: Callable[[Sequence[ChoiceDelta]], Completion],
+    with_usage: bool,
 ) -> AsyncIterator[bytes]:
     async for delta in generation.deltas():
-        chunk = _body(serving, generation, [delta])
+        body = chunk([delta])
         if with_usage:
-            chunk.usage = None  # null in every chunk but the last
-        yield event(chunk)
+            body.usage = None  # null in every chunk but the last
+        yield event(body)
     if with_usage:
-        chunk = _body(serving, generation, [])
-        chunk.usage = generation.usage
-        yield event(chunk)
+        body = chunk([])
+        body.usage = generation.usage
+        yield event(body)
 
 
-def _body(serving: Serving, generation: Generation, deltas: Sequence[ChoiceDelta]) -> Completion:
-    return Completion(
-        id=generation.id,
-        object="text_completion",
-        created=generation.created,
-        model=serving.model_name,
-        choices=[
-            CompletionChoice(
-                index=delta.index,
-                text=delta.text,
-                logprobs=None,
-                finish_reason=delta.finish_reason,
-            )
-            for delta in deltas
-        ],
+def _choice(delta: ChoiceDelta, tellers: Sequence[CompletionTeller] | None) -> CompletionChoice:
+    return CompletionChoice(
+        index=delta.index,
+        text=delta.text,
+        logprobs=None if tellers is None else tellers[delta.index].tell(delta.logprobs),
+        finish_reason=delta.finish_reason,
     )

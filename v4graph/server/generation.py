@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from v4graph.engine.async_engine import AsyncEngine, RequestStream
-from v4graph.engine.request import FinishReason, SamplingParams
+from v4graph.engine.request import FinishReason, SamplingParams, TokenLogprobs
 from v4graph.server.metrics import RequestTimer, ServerMetrics
 from v4graph.server.protocol import GenerationRequest
 from v4graph.server.responses import FinishName, Usage
@@ -25,6 +25,8 @@ class ChoiceDelta:
     text: str
     reasoning: str
     finish_reason: FinishName | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the tokens since the last delta, if the request asked for them."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Generation:
         self._serving = serving
         self._body = body
         self._thinking = thinking
+        self._bad_words = serving.tokenizer.banned_sequences(body.bad_words)
         self._arrival = time.perf_counter()
         self._streams: list[RequestStream] = []
         self._timers: list[RequestTimer] = []
@@ -56,12 +59,8 @@ class Generation:
         self._num_prompt_tokens = 0
         self._num_completion_tokens = 0
 
-    async def submit(self, prompts: Sequence[list[int]], max_tokens: int | None) -> None:
-        """Submit all prompts at once; if one is refused, none runs.
-
-        Args:
-            prompts: token ids of each choice.
-            max_tokens: cap for each; None is what remains of the context.
+    async def submit(self, prompts: Sequence[list[int]]) -> None:
+        """Submit all prompts (token ids of each choice) at once; if one is refused, none runs.
 
         Raises:
             RequestError: a prompt or a parameter is refused.
@@ -69,9 +68,7 @@ class Generation:
         """
         engine = self._serving.engine
         tasks = [
-            asyncio.create_task(
-                engine.submit(f"{self.id}-{index}", ids, self._params(len(ids), max_tokens))
-            )
+            asyncio.create_task(engine.submit(f"{self.id}-{index}", ids, self._params(len(ids))))
             for index, ids in enumerate(prompts)
         ]
         try:
@@ -134,7 +131,9 @@ class Generation:
             self.close()
 
     async def _choice(self, index: int, stream: RequestStream) -> AsyncIterator[ChoiceDelta]:
-        output = OutputText(self._serving.tokenizer, self._body.stop, self._thinking)
+        body = self._body
+        output = OutputText(self._serving.tokenizer, body.stop, self._thinking, body.min_tokens)
+        told: list[TokenLogprobs] = []
         async for step in stream:
             # The token that ended the text is counted, but has no text of its own.
             ended = step.finish_reason is FinishReason.STOP
@@ -142,6 +141,7 @@ class Generation:
             num_tokens = delta.num_tokens if delta.stopped else len(step.token_ids)
             self._num_completion_tokens += num_tokens
             self._timers[index].tokens(num_tokens)
+            told += (step.logprobs or [])[:num_tokens]
             text, reasoning, finish = delta.text, delta.reasoning, None
             if delta.stopped:
                 stream.close()
@@ -153,7 +153,8 @@ class Generation:
             if finish is not None:
                 self._end(index, finish)
             if text or reasoning or finish is not None:
-                yield ChoiceDelta(index, text, reasoning, finish)
+                yield ChoiceDelta(index, text, reasoning, finish, tuple(told))
+                told.clear()
             if finish is not None:
                 return
 
@@ -162,15 +163,24 @@ class Generation:
             self._open.remove(index)
             self._timers[index].end(reason)
 
-    def _params(self, num_prompt_tokens: int, max_tokens: int | None) -> SamplingParams:
+    def _params(self, num_prompt_tokens: int) -> SamplingParams:
         body = self._body
         room = self._serving.engine.max_model_len - num_prompt_tokens
+        # A prompt without room is refused by `check_room` before this.
+        cap = max(1, room if body.cap is None else min(body.cap, room))
         return SamplingParams(
-            # A prompt without room is refused by `check_room` before this.
-            max_tokens=max(1, room if max_tokens is None else min(max_tokens, room)),
+            max_tokens=cap,
+            min_tokens=min(body.min_tokens, cap),
             temperature=body.temperature,
             top_p=body.top_p,
             top_k=max(body.top_k, 0),
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=body.logit_bias,
+            bad_words=self._bad_words,
+            logprobs=body.num_alternatives,
             seed=body.seed,
             stop_token_ids=tuple(body.stop_token_ids),
             ignore_eos=body.ignore_eos,

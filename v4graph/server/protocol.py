@@ -7,6 +7,7 @@ client asks for is dropped in silence.
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -20,6 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from v4graph.errors import RequestError
+from v4graph.plan.rules import MAX_LOGPROBS
 from v4graph.text.chat import ChatMessage
 
 MAX_STOP_STRINGS = 16
@@ -29,12 +31,6 @@ INT64_MAX = 2**63 - 1
 # always neutral.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "metadata": ({},),
     "store": (False,),
     "service_tier": ("auto", "default"),
@@ -42,12 +38,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
-    "logprobs": (),
     "suffix": ("",),
 }
 UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -111,7 +104,22 @@ def _check_content(value: Any) -> Any:
     return value
 
 
+def _check_bias(value: Any) -> Any:
+    """Token ids, strings in JSON, as numbers."""
+    if not isinstance(value, dict):
+        raise PydanticCustomError("bias_type", "must be an object: token ids and their biases")
+    for key in value:
+        if not re.fullmatch("[0-9]{1,18}", str(key)):
+            raise PydanticCustomError("bias_id", "{key} is no token id", {"key": repr(key)})
+    if len({int(key) for key in value}) < len(value):
+        raise PydanticCustomError("bias_id", "a token id is there twice")
+    return {int(key): bias for key, bias in value.items()}
+
+
 Stops = Annotated[list[str], BeforeValidator(_check_stop)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Prompts = Annotated[
     list[str | list[int]],
     BeforeValidator(_check_prompt),
@@ -178,6 +186,20 @@ class GenerationRequest(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=INT64_MAX)] = 0
     """0 or -1: off."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sample from tokens of at least this share of the largest probability; 0: off."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    """Over prompt and output; 1: off."""
+    presence_penalty: Penalty = 0.0
+    """Over the output; 0: off."""
+    frequency_penalty: Penalty = 0.0
+    """Over the output; 0: off."""
+    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_check_bias)] = {}
+    """Added to the logits of token ids, each in -100..100."""
+    bad_words: list[Annotated[str, Field(min_length=1)]] = []
+    """Words that the text never contains, spelled so."""
+    min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] = 0
+    """Within so many tokens no EOS, stop token or stop string ends the text."""
     seed: Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)] | None = None
     stop: Stops = []
     """Strings that end the text and are not part of it; at most 16."""
@@ -205,6 +227,24 @@ class GenerationRequest(Body):
             raise RequestError("stream_options: allowed only with stream true", "stream_options")
         return self
 
+    @property
+    def cap(self) -> int | None:
+        """Most generated tokens that the body allows; None is as many as the context holds."""
+        raise NotImplementedError
+
+    @property
+    def num_alternatives(self) -> int | None:
+        """Likeliest tokens to tell beside each generated one; None tells no log-probabilities."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _check_least(self) -> GenerationRequest:
+        if self.cap is not None and self.min_tokens > self.cap:
+            raise RequestError(
+                f"min_tokens: {self.min_tokens} is more than max_tokens {self.cap}", "min_tokens"
+            )
+        return self
+
 
 class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`."""
@@ -215,6 +255,16 @@ class CompletionRequest(GenerationRequest):
     """A text, a list of token ids, or a list of those: one choice for each."""
     max_tokens: Annotated[int, Field(ge=1)] = 16
     """Cap on generated tokens; the context length caps it too."""
+    logprobs: Alternatives | None = None
+    """Tell every token's log-probability and those of so many likeliest ones."""
+
+    @property
+    def cap(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def num_alternatives(self) -> int | None:
+        return self.logprobs
 
 
 class TextPart(Body):
@@ -263,7 +313,19 @@ class ChatRequest(GenerationRequest):
     """Cap on generated tokens, reasoning included; without it the context length is the cap."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """The newer name of `max_tokens`."""
+    logprobs: bool = False
+    """Tell every token's log-probability."""
+    top_logprobs: Alternatives = 0
+    """And those of so many likeliest ones; only with `logprobs`."""
     chat_template_kwargs: ChatTemplateKwargs = ChatTemplateKwargs()
+
+    @property
+    def cap(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_alternatives(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:
@@ -275,4 +337,6 @@ class ChatRequest(GenerationRequest):
                 f"max_completion_tokens: {new} contradicts max_tokens {old}; give one of them",
                 "max_completion_tokens",
             )
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs: allowed only with logprobs true", "top_logprobs")
         return self

@@ -31,12 +31,23 @@ class Usage(BaseModel):
         )
 
 
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities of an answer's tokens, or of a chunk's; one entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    """The likeliest tokens, and the generated one."""
+    text_offset: list[int]
+    """Characters of the choice's text before each token."""
+
+
 class CompletionChoice(BaseModel):
     """One prompt's text, whole or (in a stream) its next piece."""
 
     index: int
     text: str
-    logprobs: None
+    logprobs: CompletionLogprobs | None
     finish_reason: FinishName | None
 
 
@@ -49,6 +60,27 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+
+
+class TopLogprob(BaseModel):
+    """A token's text, bytes and natural log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TopLogprob):
+    """A generated token with the likeliest ones at its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities of all generated tokens, reasoning and EOS included."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None
 
 
 class ChatText(BaseModel):
@@ -64,7 +96,7 @@ class ChatChoice(BaseModel):
 
     index: int
     message: ChatText
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: FinishName | None
 
 
@@ -84,7 +116,7 @@ class ChatChunkChoice(BaseModel):
 
     index: int
     delta: ChatText
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: FinishName | None
 
 

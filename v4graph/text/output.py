@@ -30,9 +30,15 @@ class OutputText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str] = (), thinking: bool = False
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        thinking: bool = False,
+        min_tokens: int = 0,
     ) -> None:
+        """`min_tokens`: no stop string ends the text within so many tokens."""
         self._detokenizer = tokenizer.detokenizer()
+        self._min_tokens, self._num_tokens = min_tokens, 0
         self._stop = StopMatcher(stops)
         # The prompt ends with <think>, so the output begins inside the reasoning.
         self._reasoning = StopMatcher([END_THINK]) if thinking else None
@@ -47,7 +53,9 @@ class OutputText:
                 text = self._detokenizer.flush() + END_THINK
             else:
                 text = self._detokenizer.push(token_id)
-            delta = self._join(delta, self._stop.push(text), count)
+            self._num_tokens += 1
+            text = self._stop.push(text, self._num_tokens > self._min_tokens)
+            delta = self._join(delta, text, count)
             if delta.stopped:
                 break
         if delta.stopped:

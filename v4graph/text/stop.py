@@ -20,16 +20,24 @@ class StopMatcher:
         self.remainder = ""
         """Text after the match, of the chunk that completed it."""
 
-    def push(self, text: str) -> str:
-        """Take a chunk; return the text that is certain not to belong to a stop string."""
+    def push(self, text: str, may_end: bool = True) -> str:
+        """Take a chunk; return the text that is certain not to belong to a stop string.
+
+        A stop string that completes in a chunk that may not end the stream is ordinary text.
+        """
         if self.matched is not None:
             self.remainder += text
             return ""
         if not self._stops:
             return text
-        buffer = self._held + text
-        hits = [(at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0]
-        if hits:
+        buffer, old = self._held + text, len(self._held)
+        hits = [
+            (at + len(stop), at)
+            for stop in self._stops
+            # Not what is complete within the held text: that was not allowed to end the stream.
+            if (at := buffer.find(stop, max(old - len(stop) + 1, 0))) >= 0
+        ]
+        if hits and may_end:
             end, start = min(hits)
             self.matched, self.remainder = buffer[start:end], buffer[end:]
             self._held = ""

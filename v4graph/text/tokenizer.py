@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
@@ -14,6 +18,23 @@ REPLACEMENT = "\ufffd"
 # An unfinished UTF-8 character has at most 3 bytes, so it sits in the last 3 tokens.
 UNFINISHED_TOKENS = 3
 MAX_HELD_TOKENS = 16
+
+
+def _byte_names() -> dict[str, int]:
+    """The character that stands for each byte in a byte-level vocabulary: its own where that is
+    visible, else the next from U+0100 on (GPT-2's `bytes_to_unicode`)."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    names = {chr(byte): byte for byte in visible}
+    return names | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_names()
+
+
+def _has_type(part: Any, name: str) -> bool:
+    """Whether a decoder's description, or a part of it, is of this type."""
+    return part.get("type") == name or any(_has_type(p, name) for p in part.get("decoders", ()))
 
 
 class Tokenizer:
@@ -71,6 +92,64 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode whole ids; cut characters show as U+FFFD (unlike in `Detokenizer`)."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's own bytes, a special token's text included; not always whole characters.
+
+        A vocabulary that is not byte-level gives the UTF-8 of the token decoded alone.
+        """
+        if token_id in self._added:
+            return self._added[token_id].content.encode()
+        name = self.backend.id_to_token(token_id)
+        if name is None:
+            return b""  # a model's padded vocabulary has ids without a token
+        if self._is_byte_level:
+            return bytes(_BYTE_OF[char] for char in name)
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """One token's text; bytes that are no whole characters as `bytes:\\xe2\\x80`, so that
+        different tokens keep different names."""
+        own = self.token_bytes(token_id)
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token has no text in an output."""
+        return token_id in self._added and self._added[token_id].special
+
+    @cached_property
+    def _added(self) -> dict[int, AddedToken]:
+        return self.backend.get_added_tokens_decoder()
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        decoder = self.backend.decoder
+        return decoder is not None and _has_type(json.loads(decoder.__getstate__()), "ByteLevel")
+
+    def banned_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that spell words, as a text's first word and as a later one.
+
+        Other spellings of a word (in other case, or cut into other tokens) are not among them.
+
+        Raises:
+            RequestError: a word is empty, or no Unicode text.
+        """
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip()
+            try:
+                spellings = [
+                    self.encode(text) for text in ((bare, " " + bare) if bare else (word,))
+                ]
+            except RequestError as error:
+                raise RequestError(f"bad_words: {error}", "bad_words") from error
+            if not all(spellings):
+                raise RequestError("bad_words: a word must not be empty", "bad_words")
+            found |= {tuple(ids): None for ids in spellings}
+        return tuple(found)
 
     def detokenizer(self) -> Detokenizer:
         """A fresh incremental decoder for one request."""
