@@ -10,7 +10,8 @@ import torch
 
 from tests.support.tiny import Tiny, with_pages
 from tests.support.world import SMALL
-from v4graph.engine.pages import IntegrityError, PageManager, PagePool
+from v4graph.engine.pages import PageManager
+from v4graph.engine.pools import IntegrityError, PagePool
 from v4graph.engine.request import Request, SamplingParams
 from v4graph.plan.lower import lower
 from v4graph.plan.types import Limits, Plan
@@ -38,12 +39,13 @@ def assert_sound(pages: PageManager, live: list[Request]) -> None:
     """The invariants, stated apart from `check_integrity`."""
     pages.check_integrity(live)
     for name, pool in pages.pools.items():
-        free, owners = pool._free, pool.owners()
+        free, holders = pool._free, pool.holders()
         assert len(free) == len(set(free)), "a page is free twice"
-        assert not set(free) & owners.keys()
-        assert set(free) | owners.keys() == set(range(1, pool.group.num_pages))
+        assert not set(free) & holders.keys()
+        assert set(free) | holders.keys() == set(range(1, pool.group.num_pages))
+        assert all(len(names) == 1 for names in holders.values())
         held = [p for r in live for p in r.pages.get(name, {}).values()]
-        assert len(held) == len(set(held)) == len(owners)
+        assert len(held) == len(set(held)) == len(holders)
         assert 0 not in held
 
 
@@ -243,13 +245,25 @@ def corrupt_lost(pages: PageManager, r: Request) -> None:
     pages.pools["window"]._free.pop()
 
 
-def corrupt_owner(pages: PageManager, r: Request) -> None:
+def corrupt_holder(pages: PageManager, r: Request) -> None:
     page = next(iter(r.pages["window"].values()))
-    pages.pools["window"]._owner[page] = "somebody else"
+    pages.pools["window"]._holders[page] = {"somebody else"}
+
+
+def corrupt_cached(pages: PageManager, r: Request) -> None:
+    pages.pools["window"].keep(next(iter(r.pages["window"].values())))
 
 
 @pytest.mark.parametrize(
-    "corrupt", [corrupt_column, corrupt_leak, corrupt_share, corrupt_lost, corrupt_owner]
+    "corrupt",
+    [
+        corrupt_column,
+        corrupt_leak,
+        corrupt_share,
+        corrupt_lost,
+        corrupt_holder,
+        corrupt_cached,
+    ],
 )
 def test_integrity_faults_are_found(corrupt: object) -> None:
     pages = manager(plan_of())
@@ -265,15 +279,40 @@ def test_a_pool_refuses_contradictions() -> None:
     pool = PagePool(plan_of().group("csa_kv"))
     page = pool.take("a")
     assert page == 1
-    with pytest.raises(IntegrityError, match="'b' frees page 1, owned by 'a'"):
+    with pytest.raises(IntegrityError, match=r"'b' frees page 1, held by \['a'\]"):
         pool.give_back(page, "b")
+    with pytest.raises(IntegrityError, match="'b' shares page 1, which is not cached"):
+        pool.share(page, "b")
     pool.give_back(page, "a")
-    with pytest.raises(IntegrityError, match="owned by None"):
+    with pytest.raises(IntegrityError, match=r"held by \[\]"):
         pool.give_back(page, "a")
+    with pytest.raises(IntegrityError, match="page 1 is cached, but free"):
+        pool.keep(page)
     pool.take("a")
     pool._free.append(page)
     with pytest.raises(IntegrityError, match="handed out twice"):
         pool.take("b")
+
+
+def test_a_cached_page_outlives_its_requests() -> None:
+    pool = PagePool(plan_of().group("csa_kv"))
+    all_pages = pool.num_free
+    page = pool.take("a")
+    pool.keep(page)
+    pool.keep(page)
+    assert (pool.num_used, pool.num_cached, pool.num_available) == (1, 0, all_pages - 1)
+    pool.share(page, "b")
+    with pytest.raises(IntegrityError, match="'b' holds page 1 twice"):
+        pool.share(page, "b")
+    pool.give_back(page, "a")
+    assert pool.num_used == 1
+    pool.give_back(page, "b")
+    assert (pool.num_used, pool.num_cached, pool.num_available) == (0, 1, all_pages)
+    pool.check({page: 2})
+    assert not pool.let_go(page)
+    assert pool.let_go(page)
+    assert (pool.num_free, pool.num_cached) == (all_pages, 0)
+    pool.check({})
 
 
 def test_releasing_a_slot_points_its_tables_at_the_null_page() -> None:

@@ -16,7 +16,7 @@ from tests.support.rows import Key, difference, visible_rows
 from tests.support.tiny import Tiny
 from v4graph.engine import engine as engine_module
 from v4graph.engine.engine import EngineConfig, LLMEngine
-from v4graph.engine.pages import IntegrityError
+from v4graph.engine.pools import IntegrityError
 from v4graph.engine.request import Request, SamplingParams
 from v4graph.engine.rounds import RoundRecord
 from v4graph.errors import ProgramError

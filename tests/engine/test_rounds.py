@@ -94,6 +94,28 @@ def test_overlap_changes_no_token(k: int, temperature: float) -> None:
         assert sessions[1].rounds[name][: len(records)] == records
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_preemption_while_a_round_is_unread(k: int, temperature: float) -> None:
+    """Recomputing before the round's tokens are known would write them twice."""
+    ids = {"a": [3, 4, 5], "b": list(range(2, 30))}
+    params = SamplingParams(max_tokens=20, temperature=temperature, ignore_eos=True, seed=1)
+    expected = run(tiny_engine(k), ids, params).tokens
+    for period in (1, 2, 3, 5):
+        llm = tiny_engine(k)
+        count = 0
+
+        def disturb(step: int, llm: LLMEngine = llm, period: int = period) -> None:
+            nonlocal count
+            # A few times only: a request that is always preempted never ends.
+            if step % period == 0 and count < 8 and llm.scheduler.running:
+                llm.scheduler.preempt(llm.scheduler.running[step % len(llm.scheduler.running)])
+                count += 1
+
+        assert run(llm, ids, params, every_step=disturb).tokens == expected, period
+        assert count > 2
+
+
 class Synchronisations(TorchDispatchMode):
     """Counts what would wait for a device: reading a value of a tensor in Python."""
 

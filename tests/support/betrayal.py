@@ -16,7 +16,7 @@ from tests.support.rows import Key, difference, visible_rows
 from tests.support.speculation import greedy, run
 from tests.support.world import SMALL
 from v4graph.engine.engine import EngineConfig, LLMEngine
-from v4graph.engine.pages import IntegrityError
+from v4graph.engine.pools import IntegrityError
 from v4graph.engine.request import Request
 from v4graph.errors import ProgramError
 from v4graph.model.params import random_params

@@ -20,6 +20,7 @@ from v4graph.cli.options import (
     MaxModelLenOption,
     NumDraftTokensOption,
     OverlapOption,
+    PrefixCacheOption,
     SpecArgument,
     SpeculativeOption,
     StageTimes,
@@ -99,6 +100,7 @@ def generate(
     speculative: SpeculativeOption = None,
     num_draft_tokens: NumDraftTokensOption = None,
     overlap: OverlapOption = True,
+    prefix_cache: PrefixCacheOption = True,
     kv_memory: KvMemoryOption = None,
 ) -> None:
     """Continue prompts: text on stdout as it is written, figures on stderr."""
@@ -138,6 +140,7 @@ def generate(
         "speculative": speculative,
         "num_draft_tokens": num_draft_tokens,
         "overlap": overlap,
+        "prefix_cache": prefix_cache,
         "kv_memory_bytes": num_bytes("--kv-memory", kv_memory) or None,
     }
     # One program a mode: all prompts are known, so no other batch size will come.

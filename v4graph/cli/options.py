@@ -69,6 +69,13 @@ OverlapOption = Annotated[
         "--overlap/--no-overlap", help="Launch a round before the last one's tokens are read."
     ),
 ]
+PrefixCacheOption = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        help="Keep pages, and start a prompt behind the longest prefix that is kept.",
+    ),
+]
 KernelsOption = Annotated[Kernels, typer.Option(help="Implementation of the operators.")]
 
 

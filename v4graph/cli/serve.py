@@ -17,6 +17,7 @@ from v4graph.cli.options import (
     MaxNumSeqsOption,
     NumDraftTokensOption,
     OverlapOption,
+    PrefixCacheOption,
     SpecArgument,
     SpeculativeOption,
     WeightsOption,
@@ -48,6 +49,7 @@ def serve(
     speculative: SpeculativeOption = None,
     num_draft_tokens: NumDraftTokensOption = None,
     overlap: OverlapOption = True,
+    prefix_cache: PrefixCacheOption = True,
     kv_memory: KvMemoryOption = None,
 ) -> None:
     """Serve a model until interrupted; says when it is ready."""
@@ -66,6 +68,7 @@ def serve(
         "speculative": speculative,
         "num_draft_tokens": num_draft_tokens,
         "overlap": overlap,
+        "prefix_cache": prefix_cache,
         "kv_memory_bytes": num_bytes("--kv-memory", kv_memory) or None,
     }
     engine, stages = build_engine(spec, weights, config)

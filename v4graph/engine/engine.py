@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 
 from v4graph.engine.admission import check_params
 from v4graph.engine.pages import PageManager
+from v4graph.engine.prefix_salt import identity
 from v4graph.engine.request import FinishReason, Request, SamplingParams, StepOutput
 from v4graph.engine.rounds import (
     DraftCounts,
@@ -28,10 +28,10 @@ from v4graph.model.loader import load_params
 from v4graph.plan.budget import fit
 from v4graph.plan.lower import lower
 from v4graph.plan.rules import MAX_LOGPROBS
-from v4graph.plan.types import Bucket, Limits, Mode, Plan
-from v4graph.program import precompile
+from v4graph.plan.types import Limits, Mode, Plan
 from v4graph.program.build import ProgramSet, build_state
 from v4graph.program.compiler import Compiler
+from v4graph.program.warm_up import warm_up
 from v4graph.spec.model import ModelSpec
 
 Progress = Callable[[str, int, int], None]
@@ -69,9 +69,14 @@ class EngineConfig:
     """Launch a round before the tokens of the last one are read."""
     cuda_graphs: bool = True
     """On a GPU, launch each round as one CUDA graph."""
+    prefix_cache: bool = True
+    """Keep the pages of sequences, and start a request behind the longest prefix that is kept."""
+    cached_boundaries: int | None = None
+    """Places to keep at which a request can start; None is four for each of max_num_seqs."""
 
     def limits(self) -> Limits:
         """The plan's view of this configuration."""
+        kept = 4 * self.max_num_seqs if self.cached_boundaries is None else self.cached_boundaries
         return Limits(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -88,6 +93,7 @@ class EngineConfig:
             speculative=self.speculative or "",
             num_draft_tokens=self.num_draft_tokens or 0,
             overlap=self.overlap,
+            cached_boundaries=kept if self.prefix_cache else 0,
         )
 
     def _max_logprobs(self) -> int:
@@ -114,36 +120,22 @@ class EngineConfig:
         return device
 
 
-def _warm_up(programs: ProgramSet, progress: Progress | None) -> None:
-    """Compile; on a CPU half of the programs in a second process, unless the cache has them."""
-    state, keys = programs.state, programs.order()
-    two_cores = (os.cpu_count() or 1) > 1
-    cpu = state.table.device.type == "cpu"
-    if not (programs.compiler.enabled and cpu and two_cores and len(keys) > 1):
-        programs.warm_up(progress)
-        return
-    theirs = tuple(keys[::2])
-    job = precompile.Job(state.spec, state.plan, theirs, torch.get_num_threads())
-    child = precompile.start(job)
-    waited = False
-
-    def before(key: tuple[Mode, Bucket]) -> None:
-        nonlocal waited
-        if key in theirs and not waited:
-            precompile.finish(job, child)
-            waited = True
-
-    programs.warm_up(progress, before, [*keys[1::2], *theirs])
-
-
 class LLMEngine:
     """Continuous batching over the step programs of one model."""
 
-    def __init__(self, spec: ModelSpec, plan: Plan, programs: ProgramSet, seed: int = 0) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        plan: Plan,
+        programs: ProgramSet,
+        seed: int = 0,
+        prefix_salt: bytes | None = None,
+    ) -> None:
+        """`prefix_salt` turns the prefix cache on; it tells the model from any other."""
         self.spec, self.plan, self.programs = spec, plan, programs
         state = programs.state
         poison = state.poison_pages if programs.checked else None
-        self.pages = PageManager(plan, state.table, poison)
+        self.pages = PageManager(plan, state.table, poison, salt=prefix_salt, copy=state.copy_pages)
         self.scheduler = Scheduler(plan, self.pages)
         self.max_model_len = plan.max_model_len
         self._requests: dict[str, Request] = {}
@@ -180,8 +172,9 @@ class LLMEngine:
         programs = ProgramSet(
             state, Compiler(config.compile), config.checked, cuda_graphs=config.cuda_graphs
         )
-        _warm_up(programs, progress)
-        return cls(spec, plan, programs, config.seed)
+        warm_up(programs, progress)
+        salt = identity(spec, plan, params) if config.prefix_cache else None
+        return cls(spec, plan, programs, config.seed, salt)
 
     @classmethod
     def from_spec(
@@ -318,6 +311,7 @@ class LLMEngine:
         for i, (request, count) in enumerate(
             zip(done.batch.requests, done.batch.num_scheduled_tokens, strict=True)
         ):
+            request.num_unread_rounds -= 1
             if self._requests.get(request.request_id) is not request:
                 continue  # aborted, or it ended in the round before
             tokens = rows[i]
@@ -367,6 +361,7 @@ class LLMEngine:
             if reason is not None:
                 break
         self._generated_tokens += len(kept)
+        self.pages.publish(request, reason is not None)
         if reason is not None:
             del self._requests[request.request_id]
             self.scheduler.finish(request)
@@ -401,8 +396,11 @@ class LLMEngine:
             "accepted_draft_tokens": self.draft_counts.accepted,
             "num_recompilations": self.programs.compiler.recompilations,
         }
+        if self.pages.prefix is not None:
+            out |= self.pages.prefix.metrics
         for name, pool in self.pages.pools.items():
             out[f"pages_used.{name}"] = pool.num_used
+            out[f"pages_cached.{name}"] = pool.num_cached
             out[f"pages_total.{name}"] = pool.group.num_pages - 1
         return out
 

@@ -1,59 +1,14 @@
-"""Page ownership: one free list per cache group and the block-to-page map of every request."""
+"""Pages of requests: which blocks a step needs, and the block-to-page map of every request."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from v4graph.engine.pools import IntegrityError, PagePool
+from v4graph.engine.prefix import Hit, PrefixCache
 from v4graph.engine.request import Request
-from v4graph.errors import V4GraphError
-from v4graph.plan.types import NULL_PAGE, GroupPlan, Plan
+from v4graph.plan.types import NULL_PAGE, Plan
 from v4graph.program.table import RequestTable
-
-
-class IntegrityError(V4GraphError):
-    """The page accounts contradict each other: a fault of the engine, never of a user."""
-
-
-class PagePool:
-    """Pages 1..num_pages-1 of one group; page 0 is the null page and is never handed out."""
-
-    def __init__(self, group: GroupPlan) -> None:
-        self.group = group
-        # Taken from the end: page 1 first.
-        self._free = list(range(group.num_pages - 1, 0, -1))
-        self._owner: dict[int, str] = {}
-
-    @property
-    def num_free(self) -> int:
-        """Pages that nobody owns."""
-        return len(self._free)
-
-    @property
-    def num_used(self) -> int:
-        """Pages in use."""
-        return len(self._owner)
-
-    def take(self, owner: str) -> int:
-        """Hand out a free page to `owner`."""
-        page = self._free.pop()
-        if page in self._owner:
-            raise IntegrityError(f"{self.group.name}: page {page} handed out twice")
-        self._owner[page] = owner
-        return page
-
-    def give_back(self, page: int, owner: str) -> None:
-        """Free a page of `owner`."""
-        if self._owner.get(page) != owner:
-            raise IntegrityError(
-                f"{self.group.name}: {owner!r} frees page {page}, owned by "
-                f"{self._owner.get(page)!r}"
-            )
-        del self._owner[page]
-        self._free.append(page)
-
-    def owners(self) -> dict[int, str]:
-        """Owner of every page in use."""
-        return dict(self._owner)
 
 
 class PageManager:
@@ -64,10 +19,18 @@ class PageManager:
         plan: Plan,
         table: RequestTable,
         poison: Callable[[str, list[int]], None] | None = None,
+        *,
+        salt: bytes | None = None,
+        copy: Callable[[str, list[tuple[int, int]]], None] | None = None,
     ) -> None:
-        """`poison` is called with (group, pages) whenever pages are handed out (checked mode)."""
+        """`poison` is called with (group, pages) whenever pages are handed out (checked mode).
+
+        A `salt` turns the prefix cache on; `copy` then copies pages (from, to) of a group.
+        """
         self.plan, self.table, self._poison = plan, table, poison
         self.pools = {g.name: PagePool(g) for g in plan.groups}
+        self._copy = copy
+        self.prefix = None if salt is None else PrefixCache(plan, self.pools, salt)
 
     def missing(self, request: Request, num_tokens: int) -> dict[str, list[int]]:
         """Blocks, by group, that a step of `num_tokens` tokens needs beyond those held.
@@ -87,8 +50,10 @@ class PageManager:
         return out
 
     def can_allocate(self, missing: dict[str, list[int]]) -> bool:
-        """Whether every group has the pages."""
-        return all(self.pools[name].num_free >= len(blocks) for name, blocks in missing.items())
+        """Whether every group has the pages, cached ones that nobody uses included."""
+        return all(
+            self.pools[name].num_available >= len(blocks) for name, blocks in missing.items()
+        )
 
     def allocate(self, request: Request, missing: dict[str, list[int]]) -> None:
         """Take the pages and write them into the request's block tables."""
@@ -97,6 +62,8 @@ class PageManager:
             if not blocks:
                 continue
             pool, width = self.pools[name], self.pools[name].group.table_width
+            if self.prefix is not None and pool.num_free < len(blocks):
+                self.prefix.evict(name, len(blocks))
             pages = [pool.take(request.request_id) for _ in blocks]
             if self._poison is not None:
                 self._poison(name, pages)
@@ -128,6 +95,62 @@ class PageManager:
                 self.pools[name].give_back(page, request.request_id)
         request.pages = {}
 
+    # The prefix cache --------------------------------------------------------------------------
+
+    def find_prefix(self, request: Request) -> Hit | None:
+        """The longest cached prefix of a request's tokens."""
+        return None if self.prefix is None else self.prefix.find(request)
+
+    def pin(self, request: Request, hit: Hit) -> None:
+        """Give a waiting request the pages of a cached prefix; none is evicted from now on.
+
+        Pages that the prefix fills are the request's at once; of the others it gets copies, once it
+        has pages for them (`enter`).
+        """
+        for name, own in hit.whole.items():
+            for page in own.values():
+                self.pools[name].share(page, request.request_id)
+            request.pages.setdefault(name, {}).update(own)
+        for name, own in hit.partial.items():
+            for page in own.values():
+                self.pools[name].share(page, request.request_id)
+        request.num_computed_tokens = hit.num_tokens
+
+    def unpin(self, request: Request, hit: Hit) -> None:
+        """Undo `pin`."""
+        self._give_back_partial(request, hit)
+        self.free_all(request)
+        request.num_computed_tokens = 0
+
+    def enter(self, request: Request, hit: Hit | None) -> None:
+        """After `allocate` on admission: fill in what a hit brought along."""
+        if self.prefix is None:
+            return
+        self.prefix.count(request, hit)
+        if hit is None:
+            return
+        for name, own in hit.partial.items():
+            pairs = [(page, request.pages[name][block]) for block, page in own.items()]
+            assert self._copy is not None  # noqa: S101 (comes with the cache)
+            self._copy(name, pairs)
+        self._give_back_partial(request, hit)
+        entries = {
+            name: {b % self.pools[name].group.table_width: page for b, page in own.items()}
+            for name, own in hit.whole.items()
+        }
+        self.table.set_pages(request.slot, entries)
+        request.num_published_units = hit.num_tokens // self.prefix.unit
+
+    def _give_back_partial(self, request: Request, hit: Hit) -> None:
+        for name, own in hit.partial.items():
+            for page in own.values():
+                self.pools[name].give_back(page, request.request_id)
+
+    def publish(self, request: Request, ended: bool = False) -> None:
+        """Offer a running request's final pages to the prefix cache."""
+        if self.prefix is not None and request.slot:
+            self.prefix.publish(request, ended)
+
     def fits_alone(self, num_tokens: int) -> bool:
         """Whether a request of this length could run with the pools to itself."""
         behind = self.plan.speculation.verify_width + self.plan.unknown_tokens
@@ -139,19 +162,23 @@ class PageManager:
         )
 
     def check_integrity(self, running: list[Request]) -> None:
-        """Compare owners, requests and block tables.
+        """Compare pools, requests, block tables and the prefix cache.
 
         Raises:
-            IntegrityError: a page leaked, shared, owned by no running request, or a block-table
-                entry that differs from the request's own map.
+            IntegrityError: a page leaked, held by no running request, shared while somebody may
+                still write to it, or a block-table entry that differs from the request's own map.
         """
+        cached = {} if self.prefix is None else self.prefix.references()
+        if self.prefix is not None:
+            self.prefix.check()
         for name, pool in self.pools.items():
-            claimed: dict[int, str] = {}
+            claimed: dict[int, dict[str, tuple[int, Request]]] = {}
             for r in running:
                 for block, page in r.pages.get(name, {}).items():
-                    if page in claimed:
+                    holders = claimed.setdefault(page, {})
+                    if r.request_id in holders:
                         raise IntegrityError(f"{name}: page {page} held twice")
-                    claimed[page] = r.request_id
+                    holders[r.request_id] = block, r
                     column = block % pool.group.table_width
                     entry = int(self.table.block_tables[name][r.slot, column])
                     if entry != page:
@@ -159,7 +186,19 @@ class PageManager:
                             f"{name}: table of {r.request_id!r} has page {entry} for block "
                             f"{block}, expected {page}"
                         )
-            if claimed != pool.owners():
-                raise IntegrityError(f"{name}: owners and requests disagree")
-            if pool.num_free + pool.num_used != pool.group.num_pages - 1:
-                raise IntegrityError(f"{name}: free and used pages do not add up")
+            if {page: frozenset(own) for page, own in claimed.items()} != pool.holders():
+                raise IntegrityError(f"{name}: holders and requests disagree")
+            for page, own in claimed.items():
+                if len(own) > 1:
+                    self._check_shared(name, page, list(own.values()))
+            pool.check(cached.get(name, {}))
+
+    def _check_shared(self, name: str, page: int, holders: list[tuple[int, Request]]) -> None:
+        """All see the same block in it, and all have computed it to its end."""
+        size = self.pools[name].group.page_tokens
+        blocks = {block for block, _ in holders}
+        if len(blocks) > 1 or any((b + 1) * size > r.num_computed_tokens for b, r in holders):
+            raise IntegrityError(
+                f"{name}: page {page} is shared by {[r.request_id for _, r in holders]} as blocks "
+                f"{sorted(blocks)}, and not by all as a finished one"
+            )

@@ -191,7 +191,10 @@ class Request:
             a round whose tokens are not read yet, the one that it surely adds.
         num_unread_drafts: drafts of such a round: it may have computed so many tokens more.
         slot: request-table row while running, 0 while waiting.
+        num_unread_rounds: launched rounds that it takes part in and whose tokens are not read.
         arrival: admission order; the latest is preempted first.
+        unit_keys: keys of its first units in the prefix cache, as far as they were asked for.
+        num_published_units: units whose pages the prefix cache was offered or gave.
     """
 
     request_id: str
@@ -203,10 +206,13 @@ class Request:
     rules: RuleRow | None = None
     num_computed_tokens: int = 0
     num_unread_drafts: int = 0
+    num_unread_rounds: int = 0
     slot: int = 0
     num_preemptions: int = 0
     pages: dict[str, dict[int, int]] = field(default_factory=dict)
     """Page of each block (absolute block index) by group."""
+    unit_keys: list[bytes] = field(default_factory=list)
+    num_published_units: int = 0
 
     @property
     def num_tokens(self) -> int:

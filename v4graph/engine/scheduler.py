@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from v4graph.engine.pages import PageManager
+from v4graph.engine.prefix import Hit
 from v4graph.engine.request import Request
 from v4graph.plan.types import Mode, Plan
 
@@ -60,6 +61,7 @@ class Scheduler:
     def _launch(self, batch: ScheduledBatch) -> None:
         """What the step is certain to compute; a verification at least its first token."""
         for request, count in zip(batch.requests, batch.num_scheduled_tokens, strict=True):
+            request.num_unread_rounds += 1
             if batch.mode is Mode.TARGET_VERIFY:
                 request.num_computed_tokens += 1
                 request.num_unread_drafts += count - 1
@@ -79,6 +81,7 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         request.num_computed_tokens = request.num_unread_drafts = 0
+        request.num_published_units = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(request)
@@ -101,12 +104,23 @@ class Scheduler:
         return ScheduledBatch(self._decode, batch, [self._width] * len(batch)) if batch else None
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Allocate for `num_tokens`, preempting the latest arrivals; False if it went itself."""
+        """Allocate for `num_tokens`, preempting the latest arrivals; False if it went itself.
+
+        Before that, pages are freed that launched rounds have moved behind every later query's
+        range, though their tokens are not read: a request alone must never lack its own pages.
+        """
+        freed = False
         while True:
             missing = self.pages.missing(request, num_tokens)
             if self.pages.can_allocate(missing):
                 self.pages.allocate(request, missing)
                 return True
+            if not freed:
+                freed = True
+                for other in self.running:
+                    self.pages.publish(other)
+                    self.pages.free_unreadable(other)
+                continue
             victim = max(self.running, key=lambda r: r.arrival)
             self.preempt(victim)
             if victim is request:
@@ -127,8 +141,8 @@ class Scheduler:
                     budget -= count
         while self.waiting and self._slots and budget and len(batch) < self._prefill_reqs:
             request = self.waiting[0]
-            count = min(budget, request.num_prefill_tokens)
-            if not self._admit(request, count):
+            count = self._admit(request, budget)
+            if not count:
                 break
             batch.append(request)
             counts.append(count)
@@ -138,14 +152,24 @@ class Scheduler:
             return None
         return ScheduledBatch(Mode.PREFILL, [r for r, _ in kept], [n for _, n in kept])
 
-    def _admit(self, request: Request, num_tokens: int) -> bool:
+    def _admit(self, request: Request, budget: int) -> int:
         """Start a waiting request if its first chunk fits beside the running ones.
 
         Admission never preempts: a running request is worth more than a waiting one.
+
+        Returns:
+            Tokens of the chunk, at most `budget`; 0 if the request goes on waiting.
         """
-        missing = self.pages.missing(request, num_tokens)
-        if not self.pages.can_allocate(missing):
-            return False
+        if request.num_unread_rounds:
+            return 0  # preempted: tokens that it has to be recomputed with are on their way
+        hit = self.pages.find_prefix(request)
+        count, missing = self._first_chunk(request, hit, budget)
+        if hit is not None and not count and not self.running:
+            # The copies that a hit makes need more pages than computing its tokens again.
+            hit = None
+            count, missing = self._first_chunk(request, None, budget)
+        if not count:
+            return 0
         self.waiting.popleft()
         request.slot = self._slots.pop()
         p = request.params
@@ -157,8 +181,25 @@ class Scheduler:
             top_k=p.top_k,
             min_p=p.min_p,
             seed=request.seed,
+            num_computed_tokens=request.num_computed_tokens,
             rules=request.rules,
         )
         self.running.append(request)
         self.pages.allocate(request, missing)
-        return True
+        self.pages.enter(request, hit)
+        return count
+
+    def _first_chunk(
+        self, request: Request, hit: Hit | None, budget: int
+    ) -> tuple[int, dict[str, list[int]]]:
+        """Tokens and blocks of the chunk that a request starts with, the prefix pinned; 0 tokens
+        and nothing pinned if the pages do not suffice."""
+        if hit is not None:
+            self.pages.pin(request, hit)
+        count = min(budget, request.num_prefill_tokens - request.num_computed_tokens)
+        missing = self.pages.missing(request, count)
+        if self.pages.can_allocate(missing):
+            return count, missing
+        if hit is not None:
+            self.pages.unpin(request, hit)
+        return 0, {}

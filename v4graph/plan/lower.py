@@ -137,6 +137,8 @@ def _resolve(spec: ModelSpec, limits: Limits) -> tuple[Limits, int]:
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         if getattr(limits, name) < 1:
             raise PlanError(f"{name} {getattr(limits, name)}: expected at least 1")
+    if limits.cached_boundaries < 0:
+        raise PlanError(f"cached_boundaries {limits.cached_boundaries}: expected 0 or more")
     if limits.dtype not in ("float32", "bfloat16"):
         raise PlanError(f"dtype {limits.dtype!r}: expected 'float32' or 'bfloat16'")
     decode = limits.decode_buckets or tuple(sorted({1, limits.max_num_seqs}))
@@ -263,12 +265,13 @@ def _size_pools(
     """Give every group pages for the most history tokens that the memory allows.
 
     Sliding groups take a constant per sequence; history groups share what is left, in proportion
-    to their bytes per token, with one partly filled page a sequence on top.
+    to their bytes per token, with one partly filled page a sequence on top. Boundaries that the
+    prefix cache may keep are pages of sliding groups on top of those.
     """
     seqs = limits.max_num_seqs
     width = speculation.verify_width + unknown_tokens(limits, speculation)
 
-    def sized(tokens: int) -> list[GroupPlan]:
+    def sized(tokens: int, boundaries: int) -> list[GroupPlan]:
         out = []
         for g in shapes:
             ahead = width + g.draft_ahead
@@ -279,31 +282,38 @@ def _size_pools(
                 flight = ceil(limits.max_num_batched_tokens / g.page_tokens) + seqs
                 pages = min(seqs * min(held, g.table_width) + flight, seqs * g.table_width)
                 pages = max(pages, g.table_width)
+                if g.carried_tokens:
+                    pages += boundaries * g.touched_pages(g.carried_tokens)
             else:
                 partly = seqs * (1 + ceil((ahead - 1) / g.page_tokens)) - 1
                 pages = min(ceil(tokens / g.page_tokens) + partly, seqs * g.table_width)
             out.append(replace(g, num_pages=1 + pages))
         return out
 
-    def cost(tokens: int) -> int:
+    def cost(tokens: int, boundaries: int) -> int:
         left_out = 0 if count_draft_layers else 1
         return sum(
-            g.num_pages * (g.page_bytes - left_out * g.draft_page_bytes) for g in sized(tokens)
+            g.num_pages * (g.page_bytes - left_out * g.draft_page_bytes)
+            for g in sized(tokens, boundaries)
         )
 
-    most = seqs * max_model_len
-    budget = limits.kv_memory_bytes or cost(most)
-    if cost(max_model_len) > budget:
+    most, kept = seqs * max_model_len, limits.cached_boundaries
+    budget = limits.kv_memory_bytes or cost(most, kept)
+    each = cost(most, 1) - cost(most, 0)
+    if limits.kv_memory_bytes and each:
+        room = min(budget // 8, budget - cost(max_model_len, 0))
+        kept = max(min(kept, room // each), 0)
+    if cost(max_model_len, kept) > budget:
         raise PlanError(
             f"kv_memory_bytes {budget:,}: one sequence of {max_model_len:,} tokens beside the "
-            f"windows of {seqs} sequences needs {cost(max_model_len):,}; lower max_model_len or "
-            "max_num_seqs, or give more memory"
+            f"windows of {seqs} sequences needs {cost(max_model_len, kept):,}; lower "
+            "max_model_len or max_num_seqs, or give more memory"
         )
     low, high = max_model_len, most
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if cost(middle) <= budget else (low, middle - 1)
-    return tuple(sized(low))
+        low, high = (middle, high) if cost(middle, kept) <= budget else (low, middle - 1)
+    return tuple(sized(low, kept))
 
 
 def _table_bytes(

@@ -50,6 +50,10 @@ class Limits:
     """(tokens, requests) with a prefill program; empty stands for the plan's own choice."""
     greedy_only: bool = False
     """Leave out the programs that sample; every request must have temperature 0."""
+    cached_boundaries: int = 0
+    """Places at which the prefix cache can let sequences start, beyond those of running requests:
+    each takes the pages of sliding groups before it. All together take at most an eighth of the
+    memory."""
     logits_processing: bool = False
     """Have programs for penalties, biases, banned tokens and `min_tokens`."""
     max_logprobs: int = 0
@@ -112,6 +116,12 @@ class GroupPlan:
     def max_entries(self) -> int:
         """Rows that a full-length sequence's table can address (history groups)."""
         return self.table_width * self.page_rows
+
+    @property
+    def carried_tokens(self) -> int:
+        """Tokens before a place where all compression windows close whose rows tokens behind it
+        read; 0 for history groups. Of the next closing window that is an overlapping half."""
+        return max(self.span - self.closes_every, 0)
 
     def touched_pages(self, num_tokens: int) -> int:
         """Most pages that so many consecutive tokens lie in, at the worst alignment."""

@@ -87,6 +87,15 @@ class ModelState:
             if name == group:
                 pool.unflatten(0, (-1, rows))[index] = float("nan")
 
+    def copy_pages(self, group: str, pages: list[tuple[int, int]]) -> None:
+        """Copy pages (from, to) in every layer's pool, behind all that was launched before."""
+        rows = self.plan.group(group).page_rows
+        for _, _, _, name, pool in self.all_pools():
+            if name == group:
+                view = pool.unflatten(0, (-1, rows))
+                for source, target in pages:
+                    view[target].copy_(view[source])
+
 
 class Stage:
     """The buffers and regions of one mode at one bucket."""

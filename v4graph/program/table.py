@@ -84,16 +84,17 @@ class RequestTable:
         top_k: int,
         min_p: float,
         seed: int,
+        num_computed_tokens: int = 0,
         rules: RuleRow | None = None,
     ) -> None:
-        """Start a request in `slot`: its tokens are known, none is computed."""
+        """Start a request in `slot`: its tokens are known, of so many the rows are there."""
         if rules is not None:
             self._set_rules(slot, rules)
             self._ruled.add(slot)
         self.token_ids[slot, : len(token_ids)] = self._sent(token_ids)
         values = {
             "num_tokens": len(token_ids),
-            "num_computed_tokens": 0,
+            "num_computed_tokens": num_computed_tokens,
             "num_committed": 0,
             "num_drafts": 0,
             "temperature": temperature,
