@@ -194,7 +194,7 @@ def test_prompt_ids_give_ids(
 def test_options_reach_the_engine(generate: Generate, engines: list[FakeEngine]) -> None:
     options = ["--max-num-seqs", "3", "--no-compile", "--checked", "--dtype", "bfloat16"]
     options += ["--speculative", "mtp", "--num-draft-tokens", "2", "--no-overlap"]
-    options += ["--kv-memory", "3MiB"]
+    options += ["--kv-memory", "3MiB", "--no-prefix-cache"]
     assert generate("--prompt", "a", *options, "--device", "cpu").exit_code == 0
     config = vars(engines[0].config)
     assert config == {
@@ -208,6 +208,7 @@ def test_options_reach_the_engine(generate: Generate, engines: list[FakeEngine])
         "speculative": "mtp",
         "num_draft_tokens": 2,
         "overlap": False,
+        "prefix_cache": False,
         "kv_memory_bytes": 3 * 2**20,
         "max_num_batched_tokens": 128,
         "prefill_buckets": ((128, 3),),
