@@ -44,6 +44,22 @@ def test_flash_draft_layer_has_the_published_dtypes() -> None:
     assert counts == {"BF16": 8, "F32": 11, "F8_E4M3": 10, "F8_E8M0": 778, "I8": 768}
 
 
+@pytest.mark.parametrize(
+    ("name", "total", "num_bytes", "drafts"),
+    [
+        ("deepseek-v4-flash-dspark", 72_317, 166_878_536_440, (4_705, 10_862_838_300)),
+        ("deepseek-v4-pro-dspark", 149_782, 892_727_580_904, (7_009, 41_979_375_900)),
+    ],
+)
+def test_dspark_checkpoints_have_their_published_size(
+    name: str, total: int, num_bytes: int, drafts: tuple[int, int]
+) -> None:
+    """Counts and bytes of the index files; Pro's draft part is ours, its total is published."""
+    totals = weight_totals(load_spec(name))
+    assert (totals.total.num_tensors, totals.total.num_bytes) == (total, num_bytes)
+    assert (totals.draft.num_tensors, totals.draft.num_bytes) == drafts
+
+
 def test_parameters_are_those_of_the_model_card() -> None:
     flash = weight_totals(load_spec("deepseek-v4-flash"))
     assert f"{flash.main.num_params / 1e9:.2f}" == "284.33"

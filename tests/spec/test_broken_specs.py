@@ -64,7 +64,7 @@ CASES = [
     # Closed sets.
     ("kind: sliding_attention", "kind: full", "20:11: attention.swa.kind: unknown kind", "one of"),
     ("ding_attention", "ding_atention", "20:11: attention.swa.kind: unk", "'sliding_attention'?"),
-    ("{kind: none}", "{}", "46:3: speculative.none.kind: missing", "one of none, mtp, ngram"),
+    ("{kind: none}", "{}", "46:3: speculative.none.kind: missing", "one of none, mtp, dspark"),
     ("linear: bf16", "linear: fp4", "48:19: weights.linear: unknown value", "f32, bf16, fp8_bl"),
     ("dim: 16}", "dim: 16, format: fp9}", "13:76: cache_groups.keys.row.format: unk", "'fp8'?"),
     # `like`.
@@ -145,6 +145,41 @@ CASES = [
     ("heads: 4", "heads: " + "[" * 40, "21:25: attention.swa.heads[0]", "deeper than 16"),
     ("weights:", "---\nweights:", "48:1: a second document", "one spec a file"),
 ]
+
+
+MTP = "mtp: {kind: mtp, num_draft_tokens: 2, attention: swa, ffn: routed}"
+BLOCK = (
+    "ds: {kind: dspark, block_size: 2, num_draft_tokens: 2, target_layer_ids: [0, 4], "
+    "noise_token_id: 9, markov_rank: 4, attention: swa, ffn: routed}"
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field", "part"),
+    [
+        ("block_size: 2", "block_size: 9", "block_size: out of range", "1 to 8"),
+        ("tokens: 2", "tokens: 3", "num_draft_tokens: more than a block", "block_size 2"),
+        ("[0, 4]", "[0, 5]", "target_layer_ids[1]: no such layer (got 5", "0..4"),
+        ("[0, 4]", "[4, 0]", "target_layer_ids: not ascending", "each layer once"),
+        ("[0, 4]", "[]", "target_layer_ids: too short", "non-empty"),
+        ("_id: 9", "_id: 100", "noise_token_id: not in the vocabulary", "below 100"),
+        ("markov_rank: 4, ", "", "markov_rank: missing", ""),
+        ("attention: swa", "attention: hca", "attention: not a draft attention", "sliding"),
+        ("ffn: routed", "ffn: hash", "ffn: not a draft ffn", "moe or dense"),
+    ],
+)
+def test_dspark_modes(old: str, new: str, field: str, part: str) -> None:
+    lines = problems(changed((MTP, BLOCK.replace(old, new, 1))))
+    assert len(lines) == 1, lines
+    assert f"speculative.ds.{field}" in lines[0]
+    assert part in lines[0]
+
+
+def test_a_checkpoint_holds_one_drafter() -> None:
+    lines = problems(changed((MTP, f"{MTP}\n  {BLOCK}")))
+    assert len(lines) == 1
+    assert "speculative.ds.kind: another draft layer (got 'dspark'" in lines[0]
+    assert "expected 'mtp', as in mode 'mtp'" in lines[0]
 
 
 @pytest.mark.parametrize(("old", "new", "start", "part"), CASES)

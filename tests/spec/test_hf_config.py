@@ -317,19 +317,37 @@ def test_mtp_is_what_the_files_hold(tmp_path: Path) -> None:
     assert any("no file holds mtp.0.e_proj" in note for note in without.notes)
 
 
+DSPARK = {
+    "dspark_block_size": 5,
+    "dspark_markov_rank": 256,
+    "dspark_target_layer_ids": [40, 41, 42],
+    "dspark_noise_token_id": 128799,
+    "compress_ratios": [*FLASH["compress_ratios"][:43], 0, 0, 0],
+}
+
+
 @pytest.mark.parametrize(
-    ("extra", "tensors"),
-    [
-        ({"dspark_block_size": 5, "dspark_markov_rank": 256}, {}),
-        ({}, {"embed__weight": "BF16", "mtp__0__main_proj__weight": "F8_E4M3"}),
-    ],
+    "tensors", [{}, {"embed__weight": "BF16", "mtp__0__main_proj__weight": "F8_E4M3"}]
 )
-def test_dspark_is_told_and_left_out(extra: dict[str, Any], tensors: dict[str, str]) -> None:
-    ratios = [*FLASH["compress_ratios"][:43], 0, 0, 0]
-    config = {**FLASH, **extra, "compress_ratios": ratios}
-    imported = import_config(config, "x", stored(**tensors))
+def test_dspark_by_the_keys_or_the_tensors(tensors: dict[str, str], tmp_path: Path) -> None:
+    """`num_nextn_predict_layers` is 1 in these files, and says nothing about their drafter."""
+    imported = import_config({**FLASH, **DSPARK}, "x", stored(**tensors))
+    spec = loaded(imported, tmp_path)
+    assert list(spec.speculative) == ["none", "dspark"]
+    shipped = load_spec("deepseek-v4-flash-dspark")
+    assert spec.speculative["dspark"] == shipped.speculative["dspark"]
+
+
+def test_dspark_keys_without_their_tensors() -> None:
+    imported = import_config({**FLASH, **DSPARK}, "x", stored(embed__weight="BF16"))
     assert list(imported.data["speculative"]) == ["none"]
-    assert any("DSpark" in note and "does not run yet" in note for note in imported.notes)
+    assert any("no file holds mtp.0.main_proj" in note for note in imported.notes)
+
+
+def test_dspark_tensors_need_their_keys() -> None:
+    message = faults(FLASH, stored=stored(mtp__0__main_proj__weight="F8_E4M3"))
+    for key in ("block_size", "markov_rank", "target_layer_ids", "noise_token_id"):
+        assert f"dspark_{key}: absent" in message
 
 
 def test_unquantised_config_takes_its_torch_dtype() -> None:

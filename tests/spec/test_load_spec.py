@@ -15,7 +15,15 @@ from v4graph.spec import load
 from v4graph.spec.load import load_spec, load_spec_text, schema, shipped_specs, spec_path
 from v4graph.spec.model import ModelSpec, MtpSpeculation, SparseAttention, Yarn
 
-SHIPPED = ["deepseek-v4-flash", "deepseek-v4-pro", "flash-slice24", "flash-slice8", "v4-nano"]
+SHIPPED = [
+    "deepseek-v4-flash",
+    "deepseek-v4-flash-dspark",
+    "deepseek-v4-pro",
+    "deepseek-v4-pro-dspark",
+    "flash-slice24",
+    "flash-slice8",
+    "v4-nano",
+]
 
 
 def refusal(name_or_path: str | Path) -> str:

@@ -33,6 +33,8 @@ class Tiny:
     page_tokens: int = 16
     max_len: int = 2048
     residual: str = "hyper_connections"
+    dspark: tuple[int, int] | None = None
+    """(layers, block size) of a DSpark drafter in place of the MTP layer."""
 
     def data(self) -> dict[str, Any]:
         """The spec as plain data."""
@@ -132,17 +134,23 @@ class Tiny:
                 {"attention": kind, "ffn": "hash" if i < self.hash_layers else "routed"}
                 for i, kind in enumerate(self.kinds)
             ],
-            "speculative": {
-                "none": {"kind": "none"},
-                "mtp": {
-                    "kind": "mtp",
-                    "num_draft_tokens": 3,
-                    "attention": "swa",
-                    "ffn": "routed",
-                },
-            },
+            "speculative": {"none": {"kind": "none"}, **self._drafter()},
             "weights": {"linear": "f32", "experts": "f32", "other": "f32"},
         }
+
+    def _drafter(self) -> dict[str, Any]:
+        layer = {"attention": "swa", "ffn": "routed"}
+        if self.dspark is None:
+            return {"mtp": {"kind": "mtp", "num_draft_tokens": 3, **layer}}
+        layers, size = self.dspark
+        block = {"num_layers": layers, "block_size": size, "num_draft_tokens": size}
+        last = len(self.kinds) - 1
+        features = {
+            "target_layer_ids": [last - 1, last] if last else [last],
+            "noise_token_id": self.vocab - 2,
+            "markov_rank": self.hidden,
+        }
+        return {"dspark": {"kind": "dspark", **block, **features, **layer}}
 
     def spec(self) -> ModelSpec:
         """The validated spec."""

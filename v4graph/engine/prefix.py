@@ -6,7 +6,7 @@ A request may start behind any unit whose node still has *carried* pages: the ro
 boundary which later tokens read from groups that slide (windows, draft layers' ones included, and
 states of compression windows that stay open). Rows of history groups are in the nodes up to it.
 
-With draft layers a row depends on its own token and the next one; a key then covers the first token
+An MTP layer's row depends on its own token and the next one; a key then covers the first token
 behind its unit too.
 """
 
@@ -112,7 +112,7 @@ class PrefixCache:
         self._leaves = _Queue(self._leaf_stamp)
         self._carried = _Queue(self._carried_stamp)
         self.unit = unit_tokens(plan)
-        self.ahead = 1 if plan.speculation.layers else 0
+        self.ahead = plan.speculation.tokens_ahead
         """Tokens behind a unit that its rows depend on."""
         self.nodes: dict[bytes, Node] = {}
         self.num_query_tokens = 0

@@ -10,7 +10,7 @@ W compressed rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,8 @@ class Recomputed:
 
     logits: Tensor
     streams: Tensor
+    outputs: tuple[Tensor, ...] = ()
+    """Streams after the blocks that were asked for."""
 
 
 class RecomputeModel:
@@ -61,12 +63,14 @@ class RecomputeModel:
 
     # Model -----------------------------------------------------------------------------------
 
-    def forward(self, ids: Tensor) -> Recomputed:
-        """Run `ids [B, S]` from position 0."""
+    def forward(self, ids: Tensor, keep: Collection[int] = ()) -> Recomputed:
+        """Run `ids [B, S]` from position 0; `keep` names blocks whose outputs are returned too."""
         x = self.embed(ids)
+        outputs = []
         for i, (attention, ffn) in enumerate(self.spec.layer_kinds):
             x = self.block(f"layers.{i}", x, ids, attention, ffn)
-        return Recomputed(self.logits(x, "", "norm.weight"), x)
+            outputs += [x] if i in keep else []
+        return Recomputed(self.logits(x, "", "norm.weight"), x, tuple(outputs))
 
     def draft(
         self, streams: Tensor, next_ids: Tensor, mode: MtpSpeculation, layer: int = 0

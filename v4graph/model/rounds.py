@@ -1,7 +1,8 @@
 """Speculative rounds by full recompute: the oracle that the engine's acceptance is held against.
 
 No cache, no metadata, no request table: the main model runs once over the whole finished sequence,
-and every draft is made by running the draft layer over all rows of its branch from position 0.
+and every MTP draft is made by running the draft layer over all rows of its branch from position 0;
+DSpark blocks read rows that are made of that one run (`dspark_recompute.py`).
 
 Shape suffixes: S tokens, N residual streams, D hidden, V vocabulary, B branches (one a round).
 """
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from v4graph.model.recompute import RecomputeModel
-from v4graph.spec.model import MtpSpeculation
+from v4graph.model.dspark_recompute import DsparkRecompute
+from v4graph.model.recompute import Recomputed, RecomputeModel
+from v4graph.spec.model import DsparkSpeculation, MtpSpeculation
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,10 @@ class RoundOracle:
     """Greedy drafts, acceptance and tokens of any sequence, by full recompute in float32."""
 
     def __init__(
-        self, model: RecomputeModel, mode: MtpSpeculation, max_rows: int = 1 << 14
+        self,
+        model: RecomputeModel,
+        mode: MtpSpeculation | DsparkSpeculation,
+        max_rows: int = 1 << 14,
     ) -> None:
         """`max_rows` bounds the branch rows that are computed at once."""
         self.model, self.mode, self.max_rows = model, mode, max_rows
@@ -67,7 +72,7 @@ class RoundOracle:
         """
         device = next(iter(self.model.params.values())).device
         all_ids = torch.tensor([list(ids)], device=device)
-        main = self.model.forward(all_ids)
+        main = self._main(all_ids)
         out: list[Difference] = []
         for r in rounds:
             where = r.num_tokens - 1
@@ -84,7 +89,7 @@ class RoundOracle:
                 out.append(Difference("count", r.num_tokens, accepted, *wanted, float("inf")))
         drafted = [r for r in rounds if r.drafts]
         known, forced = [r.num_tokens for r in drafted], [list(r.drafts) for r in drafted]
-        logits = self._branches(all_ids[0], main.streams[0], known, forced)
+        logits = self._branches(all_ids[0], main, known, forced)
         for r, rows in zip(drafted, logits, strict=True):
             out += _differences("draft", r.num_tokens, r.drafts, rows[: len(r.drafts)])
         return out
@@ -94,8 +99,8 @@ class RoundOracle:
         """The `k` drafts behind each of the `known` lengths of a sequence."""
         device = next(iter(self.model.params.values())).device
         all_ids = torch.tensor(list(ids), device=device)
-        streams = self.model.forward(all_ids[None]).streams[0]
-        logits = self._branches(all_ids, streams, list(known), [[None] * k for _ in known])
+        main = self._main(all_ids[None])
+        logits = self._branches(all_ids, main, list(known), [[None] * k for _ in known])
         return [rows.argmax(-1).tolist() for rows in logits]
 
     def rounds_of(self, ids: Sequence[int], num_tokens: int, k: int) -> list[tuple[int, int]]:
@@ -111,10 +116,16 @@ class RoundOracle:
             n += accepted + 1
         return out
 
+    def _main(self, ids: Tensor) -> Recomputed:
+        mode = self.mode
+        return self.model.forward(
+            ids, mode.target_layer_ids if isinstance(mode, DsparkSpeculation) else ()
+        )
+
     def _branches(
         self,
         ids_S: Tensor,
-        streams_SND: Tensor,
+        main: Recomputed,
         known: list[int],
         drafts: list[list[int]] | list[list[None]],
     ) -> list[Tensor]:
@@ -124,12 +135,20 @@ class RoundOracle:
             drafts: what each branch goes on with; None is the layer's own choice.
         """
         out: list[Tensor] = []
+        mode = self.mode
+        if isinstance(mode, DsparkSpeculation):
+            blocks = DsparkRecompute(self.model, mode, ids_S, main)
+            step = max(self.max_rows // len(ids_S), 1)
+            for begin in range(0, len(known), step):
+                part = slice(begin, begin + step)
+                out += blocks.drafts(known[part], drafts[part])
+            return out
         begin = rows = 0
         for i, n in enumerate(known):
             rows += n + len(drafts[i])
             if i + 1 == len(known) or rows + n > self.max_rows:
                 part = slice(begin, i + 1)
-                out += self._together(ids_S, streams_SND, known[part], drafts[part])
+                out += self._together(ids_S, main.streams[0], known[part], drafts[part], mode)
                 begin, rows = i + 1, 0
         return out
 
@@ -139,6 +158,7 @@ class RoundOracle:
         streams_SND: Tensor,
         known: list[int],
         drafts: list[list[int]] | list[list[None]],
+        mode: MtpSpeculation,
     ) -> list[Tensor]:
         """Step i appends to each branch the row that the layer itself made in step i - 1."""
         device, count = ids_S.device, len(known)
@@ -154,7 +174,7 @@ class RoundOracle:
         branch, steps = torch.arange(count, device=device), []
         for i in range(k):
             last = n_B - 2 + i
-            logits, y = self._draft_row(streams[:, : max(known) + i], next_ids, last)
+            logits, y = self._draft_row(streams[:, : max(known) + i], next_ids, last, mode)
             steps.append(logits)
             if i + 1 < k:
                 best = logits.argmax(-1).tolist()
@@ -166,10 +186,12 @@ class RoundOracle:
                 next_ids[branch, last + 1] = torch.tensor(chosen, device=device)
         return list(torch.stack(steps, dim=1))
 
-    def _draft_row(self, streams: Tensor, next_ids: Tensor, row_B: Tensor) -> tuple[Tensor, Tensor]:
+    def _draft_row(
+        self, streams: Tensor, next_ids: Tensor, row_B: Tensor, mode: MtpSpeculation
+    ) -> tuple[Tensor, Tensor]:
         """Logits `[B, V]` and streams `[B, N, D]` of one row of each branch."""
         branch = torch.arange(streams.shape[0], device=streams.device)
-        y = self.model.draft_streams(streams, next_ids[:, : streams.shape[1]], self.mode)
+        y = self.model.draft_streams(streams, next_ids[:, : streams.shape[1]], mode)
         chosen = y[branch, row_B][:, None]
         return self.model.draft_logits(chosen)[:, 0], chosen[:, 0]
 

@@ -129,18 +129,12 @@ class AttentionSublayer:
             pools: `[rows, dim]` by cache role (`window`, `compressed`, ...), written in place.
             m: the program's static buffers, and `freqs.<rope>`.
         """
-        a, eps = self.config, self.eps
-        cos, sin = m[f"rope.{a.rope}.cos"], m[f"rope.{a.rope}.sin"]
-        projected = F.linear(h, w["attn.in"])
-        q_low, kv = projected[:, : a.q_lora_rank], projected[:, a.q_lora_rank :][:, : a.head_dim]
-        q_low = rms_norm(q_low, w["attn.q_norm.weight"], eps)
-        queries = F.linear(q_low, w["attn.q"])
+        a = self.config
+        cos, sin = self.rope(m)
+        projected, queries, q, kv = self.project(h, w, cos, sin)
         width = a.heads * a.head_dim
-        q = queries[:, :width].unflatten(-1, (a.heads, a.head_dim))
-        q = rotate(rms_norm(q, None, eps), cos[:, None], sin[:, None])
-        kv = rms_norm(kv, w["attn.kv_norm.weight"], eps)
         window = self.caches["window"]
-        write_rows(pools["window"], m[f"{window}.slot_mapping"], rotate(kv, cos, sin))
+        write_rows(pools["window"], m[f"{window}.slot_mapping"], kv)
 
         rows = slots = chosen = None
         blocks = self._blocks(m)
@@ -165,7 +159,40 @@ class AttentionSublayer:
             head_weights = projected[:, a.q_lora_rank + a.head_dim :]
             chosen = self._index(a, queries[:, width:], head_weights, cos, sin, blocks, pools, m)
         out = self._attend(q, rows, slots, chosen, blocks, w, pools, m)
-        out = rotate(out, cos[:, None], -sin[:, None])
+        return self.leave(x_TND, out, post, comb, w, cos, sin)
+
+    def rope(self, m: Tensors) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the step's positions, `[T, rope_dim / 2]` each."""
+        return m[f"rope.{self.config.rope}.cos"], m[f"rope.{self.config.rope}.sin"]
+
+    def project(
+        self, h: Tensor, w: Tensors, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `attn.in` and `attn.q` make of `h [T, D]`, and of these the heads' rotated queries
+        `[T, H, E]` and the rotated row `[T, E]` of each token."""
+        a, eps = self.config, self.eps
+        projected = F.linear(h, w["attn.in"])
+        q_low, kv = projected[:, : a.q_lora_rank], projected[:, a.q_lora_rank :][:, : a.head_dim]
+        q_low = rms_norm(q_low, w["attn.q_norm.weight"], eps)
+        queries = F.linear(q_low, w["attn.q"])
+        q = queries[:, : a.heads * a.head_dim].unflatten(-1, (a.heads, a.head_dim))
+        q = rotate(rms_norm(q, None, eps), cos[:, None], sin[:, None])
+        kv = rotate(rms_norm(kv, w["attn.kv_norm.weight"], eps), cos, sin)
+        return projected, queries, q, kv
+
+    def leave(
+        self,
+        x_TND: Tensor,
+        out_THE: Tensor,
+        post: Tensor,
+        comb: Tensor,
+        w: Tensors,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor:
+        """Rotate the heads' outputs back, project them in groups, put them on the streams."""
+        a = self.config
+        out = rotate(out_THE, cos[:, None], -sin[:, None])
         grouped = out.flatten(1).unflatten(-1, (a.o_groups, -1)).transpose(0, 1)
         wo_a = w["attn.wo_a.weight"].unflatten(0, (a.o_groups, a.o_lora_rank))
         low = torch.bmm(grouped, wo_a.transpose(1, 2)).transpose(0, 1).flatten(1)

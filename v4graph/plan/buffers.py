@@ -58,11 +58,12 @@ def buffers(plan: Plan, mode: Mode, bucket: Bucket) -> tuple[BufferPlan, ...]:
         BufferPlan("input_ids", "int64", (T,), "prepare"),
         BufferPlan("positions", "int64", (T,), "prepare"),
         BufferPlan("is_valid_token", "bool", (T,), "prepare"),
-        BufferPlan("do_sample", "bool", (R,), "prepare"),
     ]
+    if m.logits != "none":
+        out.append(BufferPlan("do_sample", "bool", (R,), "prepare"))
     if m.logits == "last_token":
         out.append(BufferPlan("logits_rows", "int64", (R,), "prepare"))
-    else:
+    if mode is Mode.TARGET_VERIFY:
         out.append(BufferPlan("num_drafts", "int64", (R,), "prepare"))
     groups = mode_groups(plan, mode)
     for ratio in closing_ratios(groups):
@@ -75,7 +76,13 @@ def buffers(plan: Plan, mode: Mode, bucket: Bucket) -> tuple[BufferPlan, ...]:
         ]
     indexed = plan.index_groups
     for g in groups:
-        out += _group_buffers(g, bucket, g.name in indexed)
+        own = _group_buffers(g, bucket, g.name in indexed)
+        unused = {
+            f"{g.name}.{field}"
+            for field, names in (("slot_mapping", m.writes), ("read_slots", m.reads))
+            if g.name not in names
+        }
+        out += [b for b in own if b.name not in unused]
     return tuple(out)
 
 

@@ -7,16 +7,14 @@ from dataclasses import replace
 from math import ceil
 
 from v4graph.errors import PlanError
+from v4graph.plan.modes import mode_plans
 from v4graph.plan.rules import RULE_FLOATS, RULE_INTS
 from v4graph.plan.types import (
     DTYPES,
-    Bucket,
     GroupPlan,
     LayerPlan,
     Limits,
     MemoryLine,
-    Mode,
-    ModePlan,
     Plan,
     SpeculationPlan,
     ring_tokens,
@@ -27,6 +25,7 @@ from v4graph.plan.weights import inventory
 from v4graph.spec.model import (
     CompressedGroup,
     CompressorStateGroup,
+    DsparkSpeculation,
     ModelSpec,
     NgramSpeculation,
     NoSpeculation,
@@ -73,7 +72,7 @@ def lower(spec: ModelSpec, limits: Limits, *, count_draft_layers: bool = True) -
         draft_rope_dims=_rope_dims(spec, speculation.layers),
         groups=groups,
         index_groups=_index_groups(spec, layers),
-        modes=_modes(limits, groups, speculation),
+        modes=mode_plans(limits, groups, speculation),
         memory=(
             MemoryLine("weights (checkpoint)", weight_bytes),
             *(MemoryLine(f"pages {g.name}", g.num_pages * g.page_bytes) for g in groups),
@@ -105,6 +104,21 @@ def speculation_plan(spec: ModelSpec, limits: Limits) -> SpeculationPlan:
         raise PlanError(f"num_draft_tokens {count}: expected 1..{MAX_DRAFT_TOKENS}")
     if isinstance(mode, NgramSpeculation):
         return SpeculationPlan(name, "ngram", count, ngram=(mode.min_ngram, mode.max_ngram))
+    if isinstance(mode, DsparkSpeculation):
+        if count > mode.block_size:
+            raise PlanError(
+                f"num_draft_tokens {count}: expected at most {mode.block_size}, the block_size of "
+                f"speculative mode {name!r}"
+            )
+        return SpeculationPlan(
+            name,
+            "dspark",
+            count,
+            tuple(LayerPlan(i, mode.attention, mode.ffn) for i in range(mode.num_layers)),
+            block_size=mode.block_size,
+            noise_token_id=mode.noise_token_id,
+            target_layers=tuple(mode.target_layer_ids),
+        )
     if mode.num_layers != 1:
         raise PlanError(
             f"speculative {name!r}: num_layers {mode.num_layers} has no round in this version; "
@@ -197,8 +211,7 @@ def _group_shapes(
         users, draft_users = users_of(name, layers), users_of(name, speculation.layers)
         if not users and not draft_users:
             continue
-        # The first draft comes from the newest computed row, each further one from a row behind.
-        ahead = max(speculation.num_draft_tokens - 1, 0) if draft_users else 0
+        ahead = speculation.rows_ahead if draft_users else 0
         if isinstance(group, SlidingWindowGroup):
             ratio, span, dim, every = 1, group.window, group.row.dim, 1
             dtype = _row_dtype(name, group.row.format, limits.dtype)
@@ -332,49 +345,3 @@ def _table_bytes(
     rules = RULE_INTS * DTYPES["int64"] + RULE_FLOATS * DTYPES["float32"]
     rules = rules if limits.logits_processing else 0
     return slots * (columns + tokens + scalars + draft_probs + rules)
-
-
-def _modes(
-    limits: Limits, groups: Sequence[GroupPlan], speculation: SpeculationPlan
-) -> tuple[ModePlan, ...]:
-    main = tuple(g.name for g in groups if g.layers)
-    draft = tuple(g.name for g in groups if g.draft_layers)
-    width, sizes = speculation.verify_width, limits.decode_buckets
-    prefill = tuple(Bucket(t, r) for t, r in limits.prefill_buckets)
-    verify = tuple(Bucket(n * width, n, width) for n in sizes)
-    single = tuple(Bucket(n, n, 1) for n in sizes)
-    kept = "all" if speculation.layers else "none"
-    out = [ModePlan(Mode.PREFILL, "main", 0, prefill, main, main, "last_token", kept)]
-    if width == 1:
-        out.append(ModePlan(Mode.DECODE, "main", 1, single, main, main, "last_token", "none"))
-    else:
-        out.append(ModePlan(Mode.TARGET_VERIFY, "main", width, verify, main, main, "all", kept))
-    if speculation.layers:
-        extend = ModePlan(
-            Mode.DRAFT_EXTEND,
-            "draft",
-            0,
-            (*prefill, *verify),
-            draft,
-            draft,
-            "last_token",
-            "last_token",
-        )
-        out.append(extend)
-        if width > 2:
-            drafting = {*sizes, *(r for _, r in limits.prefill_buckets)}
-            buckets = tuple(Bucket(n, n, 1) for n in sorted(drafting))
-            out.append(
-                ModePlan(
-                    Mode.DRAFT_DECODE,
-                    "draft",
-                    1,
-                    buckets,
-                    draft,
-                    draft,
-                    "last_token",
-                    "last_token",
-                )
-            )
-    out.append(ModePlan(Mode.IDLE, "none", 0, (Bucket(1, 1, 1),), (), (), "none", "none"))
-    return tuple(out)

@@ -189,13 +189,31 @@ class SpeculationPlan:
     """The speculative mode that the plan was made for."""
 
     name: str
-    kind: Literal["none", "mtp", "ngram"]
+    kind: Literal["none", "mtp", "dspark", "ngram"]
     num_draft_tokens: int
     """Drafts of a round; 0 for `none`."""
     layers: tuple[LayerPlan, ...] = ()
     """Draft layers, by their own index."""
     ngram: tuple[int, int] = (0, 0)
     """Shortest and longest n-gram of `ngram`."""
+    block_size: int = 0
+    """Rows of the block that `dspark` drafts at once; 0 elsewhere."""
+    noise_token_id: int = 0
+    """What the rows of a block behind the newest token hold."""
+    target_layers: tuple[int, ...] = ()
+    """Main-model layers whose outputs the draft layers take over (`dspark`)."""
+
+    @property
+    def rows_ahead(self) -> int:
+        """Tokens behind those of a step whose draft rows the same round writes, as guesses: the
+        first draft comes from the newest computed row, each further one from a row behind. A
+        block keeps no rows."""
+        return max(self.num_draft_tokens - 1, 0) if self.layers and not self.block_size else 0
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Tokens behind its own that a stored draft row depends on."""
+        return 1 if self.kind == "mtp" else 0
 
     @property
     def verify_width(self) -> int:
@@ -278,9 +296,12 @@ class Plan:
         first = StagePlan(mode, bucket)
         if mode is Mode.IDLE or not self.speculation.layers:
             return (first,)
-        drafting = Bucket(bucket.num_reqs, bucket.num_reqs, 1)
-        more = self.speculation.num_draft_tokens - 1
+        width = max(self.speculation.block_size, 1)
+        drafting = Bucket(bucket.num_reqs * width, bucket.num_reqs, width)
         extend = StagePlan(Mode.DRAFT_EXTEND, bucket)
+        if self.speculation.block_size:
+            return (first, extend, StagePlan(Mode.DRAFT_DECODE, drafting))
+        more = self.speculation.num_draft_tokens - 1
         return (first, extend, *([StagePlan(Mode.DRAFT_DECODE, drafting, more)] if more else []))
 
     def to_json(self) -> dict[str, Any]:

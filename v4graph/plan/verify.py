@@ -40,7 +40,7 @@ def _check_group(plan: Plan, g: GroupPlan) -> None:
             f"cache group {g.name!r}: {g.num_pages - 1} pages beside the null page; one sequence "
             f"needs {g.table_width}"
         )
-    written = plan.speculation.num_draft_tokens - 1 if g.draft_layers else 0
+    written = plan.speculation.rows_ahead if g.draft_layers else 0
     if g.draft_ahead < written:
         raise PlanError(
             f"cache group {g.name!r}: places {g.draft_ahead} rows ahead of a round; its draft "

@@ -14,6 +14,7 @@ from v4graph.spec.model import (
     Attention,
     CompressedGroup,
     DenseFfn,
+    DsparkSpeculation,
     Ffn,
     HashMoe,
     HeavyAttention,
@@ -152,6 +153,25 @@ class _Inventory:
                 yield from self.plain(f"{p}.{norm}.weight", hidden)
             yield from self.hyper_head(f"{p}.")
 
+    def dspark(self, mode: DsparkSpeculation) -> Iterator[TensorEntry]:
+        hidden, rank = self.spec.hidden_size, mode.markov_rank
+        last = mode.num_layers - 1
+        for i in range(mode.num_layers):
+            p = f"mtp.{i}"
+            yield from self.block(p, mode.attention, mode.ffn)
+            if i == 0:
+                yield from self.linear(
+                    f"{p}.main_proj", hidden, len(mode.target_layer_ids) * hidden
+                )
+                yield from self.plain(f"{p}.main_norm.weight", hidden)
+            if i == last:
+                yield from self.plain(f"{p}.norm.weight", hidden)
+                yield from self.hyper_head(f"{p}.")
+                for part in ("markov_w1", "markov_w2"):
+                    name = f"{p}.markov_head.{part}.weight"
+                    yield from self.plain(name, self.spec.vocab_size, rank)
+                yield from self.plain(f"{p}.confidence_head.proj.weight", 1, hidden + rank)
+
 
 def main_inventory(spec: ModelSpec) -> list[TensorEntry]:
     """Every tensor of the main model, in checkpoint order."""
@@ -173,6 +193,8 @@ def draft_inventory(spec: ModelSpec) -> list[TensorEntry]:
     for mode in spec.speculative.values():
         if isinstance(mode, MtpSpeculation):
             return list(_Inventory(spec).mtp(mode))
+        if isinstance(mode, DsparkSpeculation):
+            return list(_Inventory(spec).dspark(mode))
     return []
 
 

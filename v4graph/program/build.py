@@ -12,6 +12,7 @@ from v4graph.model.rope import inverse_frequencies
 from v4graph.model.sublayers import AttentionSublayer, FfnSublayer
 from v4graph.plan.types import Bucket, LayerPlan, Mode, Plan
 from v4graph.program.compiler import Compiler
+from v4graph.program.drafting import make_stage
 from v4graph.program.stage import ModelState, Stage, Tensors
 from v4graph.program.step import StepProgram
 from v4graph.program.table import RequestTable
@@ -122,7 +123,7 @@ class ProgramSet:
     def _stage(self, mode: Mode, bucket: Bucket) -> Stage:
         key = (mode, bucket)
         if key not in self._stages:
-            self._stages[key] = Stage(self.state, mode, bucket, self.compiler)
+            self._stages[key] = make_stage(self.state, mode, bucket, self.compiler)
         return self._stages[key]
 
     def order(self) -> list[tuple[Mode, Bucket]]:

@@ -66,12 +66,13 @@ def prepare(
     rows = _rows(plan, mode, bucket, table, host)
     buf["is_valid_token"].copy_(rows.valid_T)
     buf["positions"].copy_(rows.positions_T)
-    buf["input_ids"].copy_(torch.where(rows.valid_T, _input_ids(mode, rows, table), 0))
+    buf["input_ids"].copy_(torch.where(rows.valid_T, _input_ids(plan, mode, rows, table), 0))
     if mode is Mode.TARGET_VERIFY:
         buf["num_drafts"].copy_((rows.lens_R - 1).clamp_min(0))
-    else:
+    if "logits_rows" in buf:
         buf["logits_rows"].copy_(rows.last_R)
-    buf["do_sample"].copy_(_due(mode, rows, table))
+    if "do_sample" in buf:
+        buf["do_sample"].copy_(_due(mode, rows, table))
     for rope, _ in mode_ropes(plan, mode):
         cos, sin = cos_sin(rows.positions_T, freqs[rope])
         buf[f"rope.{rope}.cos"].copy_(cos)
@@ -83,9 +84,18 @@ def prepare(
         if g.kind == "compressed":
             _compressed_group(g, block_table, closing[g.ratio], rows, buf)
         else:
-            in_window = g.kind == "sliding_window"
-            read = (rows.positions_T, rows.slot_T) if in_window else closing[g.closes_every]
+            read = (rows.positions_T, rows.slot_T)
+            if g.kind != "sliding_window":
+                read = closing[g.closes_every]
+            elif _drafts_block(plan, mode):
+                read = (rows.positions_T - rows.offset_T - 1, rows.slot_T)
             _sliding_group(g, block_table, read, rows, buf)
+
+
+def _drafts_block(plan: Plan, mode: Mode) -> bool:
+    """Whether a step drafts a block of tokens behind the newest computed row, which all of its rows
+    read up to."""
+    return mode is Mode.DRAFT_DECODE and plan.speculation.block_size > 0
 
 
 def _rows(plan: Plan, mode: Mode, bucket: Bucket, table: Tensors, host: Tensors) -> _Rows:
@@ -101,7 +111,9 @@ def _rows(plan: Plan, mode: Mode, bucket: Bucket, table: Tensors, host: Tensors)
     first, lens = _extent(plan, mode, table, slots, query_lens)
     offset = index - starts[req]
     positions = first[req] + offset
-    valid = (offset < lens[req]) & (positions < plan.max_model_len)
+    valid = offset < lens[req]
+    if not _drafts_block(plan, mode):  # a block is whole, wherever the sequence ends
+        valid &= positions < plan.max_model_len
     return _Rows(
         slots_R=slots,
         first_R=first,
@@ -130,6 +142,9 @@ def _extent(
         # The rows that the stage before has committed, now that each one's next token is known.
         done = torch.where(taking_part, table["num_committed"][slots], 0)
         return computed - done, done
+    if _drafts_block(plan, mode):
+        due = taking_part & (computed + 1 == known)
+        return computed, torch.where(due, plan.speculation.block_size, 0)
     if mode is Mode.DRAFT_DECODE:
         # Draft i comes from i - 1 rows behind the newest computed one.
         drafts = table["num_drafts"][slots]
@@ -137,14 +152,17 @@ def _extent(
     return computed, query_lens
 
 
-def _input_ids(mode: Mode, rows: _Rows, table: Tensors) -> Tensor:
+def _input_ids(plan: Plan, mode: Mode, rows: _Rows, table: Tensors) -> Tensor:
     slot, positions = rows.slot_T, rows.positions_T
+    if _drafts_block(plan, mode):
+        newest = table["token_ids"][slot, (positions - rows.offset_T).clamp_min(0)]
+        return torch.where(rows.offset_T == 0, newest, plan.speculation.noise_token_id)
     if mode is Mode.TARGET_VERIFY:
         draft = (rows.offset_T - 1).clamp(0, table["draft_tokens"].shape[1] - 1)
         known = table["token_ids"][slot, positions]
         return torch.where(rows.offset_T == 0, known, table["draft_tokens"][slot, draft])
     if mode is Mode.DRAFT_EXTEND:
-        return table["token_ids"][slot, positions + 1]
+        return table["token_ids"][slot, positions + plan.speculation.tokens_ahead]
     if mode is Mode.DRAFT_DECODE:
         newest = (table["num_drafts"][slot] - 1).clamp_min(0)
         return table["draft_tokens"][slot, newest]
@@ -181,8 +199,11 @@ def _sliding_group(
     g: GroupPlan, block_table: Tensor, read: tuple[Tensor, Tensor], rows: _Rows, buf: Tensors
 ) -> None:
     """Where each token's row goes, and the `span` rows up to each position in `read`."""
-    written = _row_slots(g, block_table, rows.slot_T, rows.positions_T)
-    buf[f"{g.name}.slot_mapping"].copy_(torch.where(rows.valid_T, written, 0))
+    if f"{g.name}.slot_mapping" in buf:
+        written = _row_slots(g, block_table, rows.slot_T, rows.positions_T)
+        buf[f"{g.name}.slot_mapping"].copy_(torch.where(rows.valid_T, written, 0))
+    if f"{g.name}.read_slots" not in buf:
+        return
     last, slot = read
     steps = torch.arange(g.span, device=last.device)
     listed = last[:, None] - (g.span - 1) + steps

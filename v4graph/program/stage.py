@@ -7,7 +7,7 @@ written by its own prepare in the same round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from v4graph.errors import ProgramError
 from v4graph.model.drafting import DraftLayer
+from v4graph.model.dspark import features
 from v4graph.model.sublayers import AttentionSublayer, FfnSublayer, Head, ResidualSite
 from v4graph.plan.buffers import buffers, mode_groups
 from v4graph.plan.types import Bucket, GroupPlan, LayerPlan, Mode, Plan
@@ -125,6 +126,7 @@ class Stage:
         self._drafting = kind == "draft"
         if self._layers:
             self._build_layers()
+        if "do_sample" in self.buf:
             settles: tuple[settle.Settle, ...] = _SETTLE[mode]
             drafting = plan.speculation
             if drafting.kind == "ngram":
@@ -152,15 +154,16 @@ class Stage:
 
     def _build_layers(self) -> None:
         spec, head = self.state.spec, Head(self.state.spec)
-        if self._drafting:
-            mode = spec.speculative[self.state.plan.speculation.name]
-            assert isinstance(mode, MtpSpeculation)  # noqa: S101 (the plan was lowered from it)
+        mode = spec.speculative.get(self.state.plan.speculation.name)
+        if self._drafting and isinstance(mode, MtpSpeculation):
             draft = DraftLayer(spec, mode)
             self._embed = self.region("embed", draft.enter)
             self._head = self.region("head", draft.leave)
         else:
             self._embed = self.region("embed", head.embed)
             self._head = self.region("head", head.logits)
+            if self.state.plan.speculation.target_layers:
+                self._features = self.region("features", features)
         self._site = ResidualSite(spec)
         self._enter = self.region("enter", self._site.enter)
         self._attention = {
@@ -183,15 +186,22 @@ class Stage:
             self.check_prepared(host, step)
 
     def main(self) -> tuple[Tensor, Tensor]:
-        """The main model: logits (of the due rows, or of all) and the streams of all rows."""
-        x = self._run(self._embed(self.buf["input_ids"], self.state.top["embed.weight"]))
-        return self._head(x, self.buf.get("logits_rows"), self.state.top), x
+        """The main model: logits (of the due rows, or of all), and of all rows what the stages
+        behind take over: the streams, or the features of DSpark's target layers."""
+        targets = self.state.plan.speculation.target_layers
+        kept: list[Tensor] = []
+        x = self._embed(self.buf["input_ids"], self.state.top["embed.weight"])
+        x = self._run(x, targets, kept)
+        logits = self._head(x, self.buf.get("logits_rows"), self.state.top)
+        return logits, self._features(*kept) if targets else x
 
-    def draft(self, streams: Tensor) -> tuple[Tensor, Tensor]:
-        """The draft layer over `streams [T, N, D]`: logits and streams of the due rows."""
+    def draft(self, streams: Tensor, host: Tensors, variant: Variant) -> Tensor:
+        """The draft layer over `streams [T, N, D]`, and a draft of each due row; their streams."""
         w, top, buf = self.state.draft_layers[0], self.state.top, self.buf
         z = self._embed(streams, buf["input_ids"], buf["positions"], top["embed.weight"], w)
-        return self._head(self._run(z), buf["logits_rows"], w, top["head.weight"])
+        logits, streams = self._head(self._run(z), buf["logits_rows"], w, top["head.weight"])
+        self.settle(host, logits, variant)
+        return streams
 
     def settle(self, host: Tensors, logits: Tensor, variant: Variant) -> Tensor:
         """Commit what the logits decide; new tokens after a stage of the main model."""
@@ -203,7 +213,10 @@ class Stage:
         """Log-probabilities of the new tokens and of the likeliest ones (`ops.logits.logprobs`)."""
         return self._logprobs(logits, tokens)
 
-    def _run(self, x: Tensor) -> Tensor:
+    def _run(
+        self, x: Tensor, targets: Collection[int] = (), kept: list[Tensor] | None = None
+    ) -> Tensor:
+        """All layers; the outputs of layers in `targets` are added to `kept`."""
         state = self.state
         weights, pools = (
             (state.draft_layers, state.draft_pools)
@@ -216,6 +229,8 @@ class Stage:
             x = self._attention[layer.attention](x, *mix, w, own, self._meta)
             mix = self._enter(x, self._site.weights(w, "ffn"))
             x = self._ffn[layer.ffn](x, *mix, w, self._meta)
+            if kept is not None and layer.index in targets:
+                kept.append(x)
         return x
 
     # Checked mode ------------------------------------------------------------------------------
@@ -266,17 +281,20 @@ class Stage:
 
     def _check_pages(self, g: GroupPlan, step: int) -> None:
         """Real rows lie in real pages, and nothing else does."""
-        written, read = self.buf[f"{g.name}.slot_mapping"], self.buf[f"{g.name}.read_slots"]
         real = self.buf["is_valid_token"]
         if g.kind == "compressed":
             real = self.buf[f"closing_positions.{g.ratio}"] >= 0
-        on_null = written < g.page_rows
-        for fault, what in (
-            ((real & on_null).any(), "writes a real row to the null page"),
-            ((~real & ~on_null).any(), "writes padding to a real page"),
-            (((read >= 0) & (read < g.page_rows)).any(), "lists a row of the null page"),
-        ):
-            if bool(fault):
+        faults: list[tuple[Tensor, str]] = []
+        if (written := self.buf.get(f"{g.name}.slot_mapping")) is not None:
+            on_null = written < g.page_rows
+            faults += [
+                (real & on_null, "writes a real row to the null page"),
+                (~real & ~on_null, "writes padding to a real page"),
+            ]
+        if (read := self.buf.get(f"{g.name}.read_slots")) is not None:
+            faults.append(((read >= 0) & (read < g.page_rows), "lists a row of the null page"))
+        for fault, what in faults:
+            if bool(fault.any()):
                 raise ProgramError(f"{self.mode.value}: group {g.name} {what} in step {step}")
 
     def _num_valid(self, host: Tensors) -> int:
@@ -286,7 +304,8 @@ class Stage:
         if self.mode is Mode.DRAFT_EXTEND:
             return int(self._table["num_committed"][host["slots"]].sum())
         if self.mode is Mode.DRAFT_DECODE:
-            return int(self.buf["do_sample"].sum())
+            width = max(self.state.plan.speculation.block_size, 1)
+            return int(self.buf["do_sample"].sum()) * width
         return int(host["query_lens"].sum())
 
     def _limit(self, name: str) -> int:
@@ -300,4 +319,5 @@ class Stage:
             return 2**62
         if name == "input_ids":
             return self.state.spec.vocab_size
-        return max(plan.max_model_len, self.bucket.num_tokens, plan.limits.max_num_seqs) + 1
+        longest = plan.max_model_len + plan.speculation.block_size
+        return max(longest, self.bucket.num_tokens, plan.limits.max_num_seqs) + 1

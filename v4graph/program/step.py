@@ -17,6 +17,7 @@ from torch import Tensor
 from v4graph.errors import ProgramError
 from v4graph.plan.types import Bucket, Mode
 from v4graph.program.compiler import Call, Compiler
+from v4graph.program.drafting import make_stage
 from v4graph.program.graph import CapturedTape
 from v4graph.program.stage import ModelState, Stage, Tensors
 from v4graph.program.tape import Tape
@@ -85,7 +86,7 @@ class StepProgram:
         self._compiler = compiler
         self._tapes: dict[Variant, Tape | CapturedTape] = {}
         self._table = state.table.tensors()
-        find = stage or (lambda m, b: Stage(state, m, b, compiler))
+        find = stage or (lambda m, b: make_stage(state, m, b, compiler))
         plans = state.plan.stages(mode, bucket)
         self.stages: Sequence[Stage] = [find(p.mode, p.bucket) for p in plans]
         self._repeats = [p.repeat for p in plans]
@@ -146,8 +147,7 @@ class StepProgram:
         for stage, repeat in zip(self.stages[1:], self._repeats[1:], strict=True):
             for _ in range(repeat):
                 stage.prepare(self.host, step, checked)
-                drafted, streams = stage.draft(streams)
-                stage.settle(self.host, drafted, variant)
+                streams = stage.draft(streams, self.host, variant)
         return StepResult(tokens, logits, told)
 
     def warm_up(self) -> None:

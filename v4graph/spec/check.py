@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from v4graph.spec.check_drafts import draft_rules, one_draft_layout
 from v4graph.spec.check_shapes import (
     attention_shapes,
     ffn_shapes,
@@ -23,16 +24,12 @@ from v4graph.spec.model import (
     Attention,
     CompressedGroup,
     CompressorStateGroup,
-    DenseFfn,
     LayerPattern,
     ModelSpec,
-    MtpSpeculation,
-    NgramSpeculation,
     NoSpeculation,
-    ScoredMoe,
-    SlidingAttention,
     SlidingWindowGroup,
     Speculation,
+    StoredDrafter,
 )
 from v4graph.spec.source import Path, closest, did_you_mean, shown
 
@@ -62,6 +59,7 @@ _NAMELESS = {
     "speculative": {
         *("num_draft_tokens", "num_layers", "mask_position_zero"),
         *("min_ngram", "max_ngram"),
+        *("block_size", "target_layer_ids", "noise_token_id", "markov_rank"),
     },
     "attention": {"heads", "head_dim", "q_lora_rank", "o_groups", "o_lora_rank", "indexer"},
 }
@@ -105,8 +103,8 @@ def check(spec: ModelSpec, names: Names) -> list[Finding]:
     for name, ffn in _of(spec, "ffn", {}).items():
         rules += ffn_shapes(name, ffn)
     for name, mode in _of(spec, "speculative", {}).items():
-        rules += [_mode(name, mode, names), _draft(name, mode, spec)]
-    rules += [_one_draft_layout(spec), _unused_entries(spec, names), _unused_parts(spec, names)]
+        rules += [_mode(name, mode, names), *draft_rules(name, mode, spec)]
+    rules += [one_draft_layout(spec), _unused_entries(spec, names), _unused_parts(spec, names)]
     return [finding for rule in rules for finding in _sheltered(rule, bool(names.faulty))]
 
 
@@ -220,46 +218,10 @@ def _state(name: str, group: Any, spec: ModelSpec, names: Names) -> Findings:
 def _mode(name: str, mode: Speculation, names: Names) -> Findings:
     if name == "none" and not isinstance(mode, NoSpeculation):
         yield ("speculative", name), "the mode called `none` must be of kind none"
-    if isinstance(mode, MtpSpeculation):
+    if isinstance(mode, StoredDrafter):
         for block in ("attention", "ffn"):
             path: Path = ("speculative", name, block)
             yield from _reference(path, block, mode.__dict__.get(block), names)
-
-
-def _draft(name: str, mode: Speculation, spec: ModelSpec) -> Findings:
-    if isinstance(mode, NgramSpeculation) and mode.min_ngram > mode.max_ngram:
-        message = f"longer than max_ngram (got {mode.min_ngram}; expected 1..{mode.max_ngram})"
-        yield ("speculative", name, "min_ngram"), message
-    if not isinstance(mode, MtpSpeculation):
-        return
-    attention = spec.attention.get(mode.__dict__.get("attention", ""))
-    if attention is not None and not isinstance(attention, SlidingAttention):
-        got = f"{shown(mode.attention)}, of kind {attention.kind}"
-        message = f"not a draft attention (got {got}; expected kind sliding_attention)"
-        yield ("speculative", name, "attention"), message
-    ffn = spec.ffn.get(mode.__dict__.get("ffn", ""))
-    if ffn is not None and not isinstance(ffn, ScoredMoe | DenseFfn):
-        got = f"{shown(mode.ffn)}, of kind {ffn.kind}"
-        yield (
-            ("speculative", name, "ffn"),
-            f"not a draft ffn (got {got}; expected kind moe or dense)",
-        )
-
-
-def _one_draft_layout(spec: ModelSpec) -> Findings:
-    """Modes share the checkpoint's draft layers, so they must describe them alike."""
-    first: tuple[str, MtpSpeculation] | None = None
-    for name, mode in spec.speculative.items():
-        if not isinstance(mode, MtpSpeculation):
-            continue
-        if first is None:
-            first = name, mode
-        for key in ("attention", "ffn", "num_layers"):
-            mine, theirs = getattr(mode, key), getattr(first[1], key)
-            if mine != theirs:
-                expected = f"{shown(theirs)}, as in mode {shown(first[0])}: one set of draft layers"
-                message = f"another draft layer (got {shown(mine)}; expected {expected})"
-                yield ("speculative", name, key), message
 
 
 def _unused(block: str, used: Iterable[str], names: Names, by: str) -> Findings:
@@ -275,7 +237,7 @@ def _unused(block: str, used: Iterable[str], names: Names, by: str) -> Findings:
 def _unused_entries(spec: ModelSpec, names: Names) -> Findings:
     if names.obscured("layers", "speculative"):
         return
-    drafts = [m for m in spec.speculative.values() if isinstance(m, MtpSpeculation)]
+    drafts = [m for m in spec.speculative.values() if isinstance(m, StoredDrafter)]
     for block in ("attention", "ffn"):
         used = [n for p in spec.layers for n in _as_list(getattr(p, block))]
         used += [getattr(m, block) for m in drafts]

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from v4graph.spec.hf_drafts import drafter
 from v4graph.spec.hf_fields import FIXED, IRRELEVANT, Fields, raise_errors
-from v4graph.spec.hf_layers import draft_kind, layer_patterns, layer_plan
-from v4graph.spec.hf_weights import draft_layers, weight_formats
+from v4graph.spec.hf_layers import layer_patterns, layer_plan
+from v4graph.spec.hf_weights import weight_formats
 from v4graph.spec.safetensors_header import StoredCheckpoint
 
-DRAFT_TOKENS = 3
 """Drafts a round in an imported spec: public acceptance figures hardly grow beyond three."""
 WINDOW_PAGE_TOKENS = 64
 PAGE_TOKENS = 256
@@ -67,10 +67,9 @@ def import_config(
     rope = _rope(fields, rope_dim, notes)
     plan = layer_plan(fields, notes)
     formats, format_source = weight_formats(fields, stored, notes)
-    mtp = draft_layers(fields, stored, notes)
-    draft = draft_kind(fields, plan) if mtp else None
+    drafts = drafter(fields, stored, plan, notes)
     quantised = formats["linear"] == "fp8_block"
-    used = set(plan.attention) | ({draft} if draft else set())
+    used = set(plan.attention) | ({drafts["attention"]} if drafts else set())
     attention = _attention(fields, head_dim, used)
     ropes = {entry["rope"] for entry in attention.values() if "rope" in entry}
     data = {
@@ -89,19 +88,13 @@ def import_config(
         "rope": {key: value for key, value in rope.items() if key in ropes},
         "cache_groups": _cache_groups(fields, plan.csa_ratio, plan.hca_ratio, used, quantised),
         "attention": attention,
-        "ffn": _ffn(fields, set(plan.ffn) | ({"routed"} if mtp else set())),
+        "ffn": _ffn(fields, set(plan.ffn) | ({"routed"} if drafts else set())),
         "layers": layer_patterns(plan),
         "speculative": {"none": {"kind": "none"}},
         "weights": {"names": "deepseek_v4", **formats},
     }
-    if mtp:
-        data["speculative"]["mtp"] = {
-            "kind": "mtp",
-            "num_draft_tokens": DRAFT_TOKENS,
-            "num_layers": mtp,
-            "attention": draft,
-            "ffn": "routed",
-        }
+    if drafts:
+        data["speculative"][drafts["kind"]] = drafts
     fields.finish({*IRRELEVANT, *ignored})
     raise_errors(errors)
     return ImportedSpec(data, _sources(plan.source, format_source, stored, quantised), tuple(notes))
@@ -320,6 +313,6 @@ def _sources(
         "attention": "num_attention_heads, head_dim, q_lora_rank, o_groups, o_lora_rank, index_*",
         "ffn": "n_routed_experts, num_experts_per_tok, moe_intermediate_size, swiglu_limit, ...",
         "layers": layers,
-        "speculative": "tensor names" if stored.tensors else "num_nextn_predict_layers",
+        "speculative": "tensor names" if stored.tensors else "num_nextn_predict_layers, dspark_*",
         "weights": formats,
     }

@@ -1,4 +1,4 @@
-"""Storage formats and draft layers of a checkpoint, from its files or, without any, its config."""
+"""Storage formats of a checkpoint, from its files or, without any, its config."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def weight_formats(
     formats = _from_config(fields, stored, notes)
     seen = []
     for key, (patterns, names) in _SAMPLES.items():
-        found = next(filter(None, (_first(stored, p) for p in patterns)), None)
+        found = next(filter(None, (first_stored(stored, p) for p in patterns)), None)
         if found is None:
             continue
         name, tensor = found
@@ -51,46 +51,6 @@ def weight_formats(
         seen.append(name)
     source = "dtypes of " + ", ".join(seen) if seen else "quantization_config, expert_dtype"
     return formats, source
-
-
-def draft_layers(fields: Fields, stored: StoredCheckpoint, notes: list[str]) -> int:
-    """Number of MTP layers that the checkpoint holds, 0 if it holds none that v4graph can run."""
-    claimed = fields.integer("num_nextn_predict_layers", least=0, default=0)
-    dspark = sorted(key for key in fields.values if key.startswith("dspark_"))
-    for key in dspark:
-        fields.any(key)
-    if dspark or _first(stored, r"mtp\.0\.main_proj\..*"):
-        notes.append(
-            "the checkpoint holds a DSpark speculator "
-            f"({', '.join(dspark) or 'mtp.0.main_proj'}), which v4graph does not run yet; it has "
-            "no MTP layer, so the spec offers speculation `none` only"
-        )
-        return 0
-    found = len({n for n in stored.tensors if re.fullmatch(r"mtp\.\d+\.e_proj\.weight", n)})
-    if found:
-        if found != claimed:
-            notes.append(
-                f"{found} MTP layers by the tensors mtp.N.e_proj, where config.json says "
-                f"num_nextn_predict_layers {claimed}"
-            )
-        return found
-    if stored.tensors and not stored.missing_files:
-        if claimed:
-            notes.append(
-                f"num_nextn_predict_layers is {claimed}, but no file holds mtp.0.e_proj "
-                "(transformers does not save draft layers): the spec offers speculation `none` only"
-            )
-        return 0
-    if fields.has("layer_types"):
-        if claimed:
-            notes.append(
-                "no file shows whether the MTP layer is there, and transformers does not save it: "
-                "the spec offers speculation `none` only"
-            )
-        return 0
-    if claimed:
-        notes.append(f"{claimed} MTP layer by num_nextn_predict_layers; no file shows its tensors")
-    return claimed
 
 
 def _from_config(fields: Fields, stored: StoredCheckpoint, notes: list[str]) -> dict[str, str]:
@@ -118,7 +78,7 @@ def _from_config(fields: Fields, stored: StoredCheckpoint, notes: list[str]) -> 
     block.finish()
     if experts is None:
         experts = "fp4"
-        if not _first(stored, _EXPERT):
+        if not first_stored(stored, _EXPERT):
             notes.append(
                 "expert_dtype is absent and no file shows the experts' dtype: fp4, as in the first "
                 "published Flash checkpoint, whose config lacked the key"
@@ -126,7 +86,8 @@ def _from_config(fields: Fields, stored: StoredCheckpoint, notes: list[str]) -> 
     return {"linear": "fp8_block", "experts": experts, "scale": "e8m0", "other": "bf16"}
 
 
-def _first(stored: StoredCheckpoint, pattern: str) -> tuple[str, StoredTensor] | None:
+def first_stored(stored: StoredCheckpoint, pattern: str) -> tuple[str, StoredTensor] | None:
+    """The first tensor whose whole name matches, with its name."""
     matcher = re.compile(pattern)
     for name, tensor in stored.tensors.items():
         if matcher.fullmatch(name):

@@ -211,18 +211,40 @@ class NoSpeculation(StrictModel):
     kind: Literal["none"]
 
 
-class MtpSpeculation(StrictModel):
-    """Multi-token prediction: draft layers stored in the checkpoint under `mtp.N`."""
+class StoredDrafter(StrictModel):
+    """What speculative modes with draft layers under `mtp.N` share."""
+
+    num_layers: PositiveInt = 1
+    """Draft layers in the checkpoint."""
+    attention: str
+    ffn: str
+
+
+class MtpSpeculation(StoredDrafter):
+    """Multi-token prediction (V4 report section 2.4): one layer drafts recurrently."""
 
     kind: Literal["mtp"]
     num_draft_tokens: Annotated[int, Field(ge=1, le=8)]
-    num_layers: PositiveInt = 1
-    """Draft layers in the checkpoint; one layer drafts recurrently."""
-    attention: str
-    ffn: str
     mask_position_zero: bool = False
     """Zero the token embedding of the row at position 0 (some engines do; the official code
     does not)."""
+
+
+class DsparkSpeculation(StoredDrafter):
+    """DSpark (arXiv 2607.05147): the layers draft a whole block of tokens at once.
+
+    The block is the newest token and `block_size - 1` noise tokens; a low-rank Markov head then
+    makes each draft depend on the one before it. Field names follow config.json's `dspark_*`.
+    """
+
+    kind: Literal["dspark"]
+    block_size: Annotated[int, Field(ge=1, le=8)]
+    num_draft_tokens: Annotated[int, Field(ge=1, le=8)]
+    """Drafts that are verified: the first ones of a block, at most `block_size`."""
+    target_layer_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    """Main-model layers whose outputs the draft layers attend to, counted from 0."""
+    noise_token_id: TokenId
+    markov_rank: PositiveInt
 
 
 class NgramSpeculation(StrictModel):
@@ -238,7 +260,8 @@ class NgramSpeculation(StrictModel):
 
 
 Speculation = Annotated[
-    NoSpeculation | MtpSpeculation | NgramSpeculation, Field(discriminator="kind")
+    NoSpeculation | MtpSpeculation | DsparkSpeculation | NgramSpeculation,
+    Field(discriminator="kind"),
 ]
 
 

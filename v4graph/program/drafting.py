@@ -1,0 +1,72 @@
+"""The stages that draft, by speculative mode: what a round runs behind the main model."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from v4graph.model.dspark import BlockAttention, BlockHead, context
+from v4graph.plan.types import Bucket, Mode
+from v4graph.program.compiler import Compiler
+from v4graph.program.stage import ModelState, Stage, Tensors
+from v4graph.program.variants import Variant
+from v4graph.spec.model import DsparkSpeculation
+
+
+def make_stage(state: ModelState, mode: Mode, bucket: Bucket, compiler: Compiler) -> Stage:
+    """The stage of `mode` in the plan's speculative mode."""
+    kinds = {}
+    if state.plan.speculation.kind == "dspark":
+        kinds = {Mode.DRAFT_EXTEND: ContextStage, Mode.DRAFT_DECODE: BlockStage}
+    return kinds.get(mode, Stage)(state, mode, bucket, compiler)
+
+
+def _mode(state: ModelState) -> DsparkSpeculation:
+    mode = state.spec.speculative[state.plan.speculation.name]
+    assert isinstance(mode, DsparkSpeculation)  # noqa: S101 (the plan was lowered from it)
+    return mode
+
+
+class ContextStage(Stage):
+    """DSpark's draft-extend: the context rows of the round's tokens, in every draft layer."""
+
+    def _build_layers(self) -> None:
+        spec, mode = self.state.spec, _mode(self.state)
+        self._context = self.region("context", partial(context, norm_eps=spec.norm_eps))
+        self._write = self.region("write", BlockAttention(spec, mode.attention, mode).write)
+
+    def draft(self, streams: Tensor, host: Tensors, variant: Variant) -> Tensor:
+        """Write the rows; `streams` are the main model's features `[T, F D]`."""
+        state = self.state
+        main = self._context(streams, state.draft_layers[0])
+        for w, pools in zip(state.draft_layers, state.draft_pools, strict=True):
+            self._write(main, w, pools, self._meta)
+        return streams
+
+
+class BlockStage(Stage):
+    """DSpark's draft-decode: a block through all layers, then its drafts one behind the other."""
+
+    def _build_layers(self) -> None:
+        super()._build_layers()
+        spec, mode = self.state.spec, _mode(self.state)
+        head = BlockHead(spec, mode)
+        self._attention = {
+            mode.attention: self.region(
+                f"attention.{mode.attention}", BlockAttention(spec, mode.attention, mode)
+            )
+        }
+        self._base = self.region("head", head.base)
+        self._next = self.region("next", head.next_draft)
+
+    def draft(self, streams: Tensor, host: Tensors, variant: Variant) -> Tensor:
+        """Draft for every request that is due; the features pass through."""
+        state, top = self.state, self.state.top
+        x = self._run(self._embed(self.buf["input_ids"], top["embed.weight"]))
+        last = state.draft_layers[-1]
+        base = self._base(x, last, top["head.weight"])
+        for _ in range(state.plan.speculation.num_draft_tokens):
+            logits = self._next(self._table, host["slots"], base, last)
+            self.settle(host, logits, variant)
+        return streams
