@@ -48,10 +48,19 @@ class RoundOracle:
     """Greedy drafts, acceptance and tokens of any sequence, by full recompute in float32."""
 
     def __init__(
-        self, model: RecomputeModel, mode: MtpSpeculation, max_rows: int = 1 << 14
+        self,
+        model: RecomputeModel,
+        mode: MtpSpeculation,
+        max_rows: int = 1 << 14,
+        token_shift: int = 1,
     ) -> None:
-        """`max_rows` bounds the branch rows that are computed at once."""
+        """`max_rows` bounds the branch rows that are computed at once.
+
+        A draft row with the streams at t takes the token at t + `token_shift`: 1 by definition
+        (section 2.4); 0 is for showing what the wrong pairing costs.
+        """
         self.model, self.mode, self.max_rows = model, mode, max_rows
+        self.token_shift = token_shift
 
     @torch.no_grad()
     def check(self, ids: Sequence[int], rounds: Sequence[EngineRound]) -> list[Difference]:
@@ -145,16 +154,17 @@ class RoundOracle:
         k = max(map(len, drafts))
         n_B = torch.tensor(known, device=device)
         length = max(known) + k - 1
-        # Rows 0 .. n - 2 are the main model's; row t takes the token at t + 1.
+        # Rows 0 .. n - 2 are the main model's.
         streams = streams_SND.new_zeros(count, length, *streams_SND.shape[1:])
-        next_ids = ids_S.new_zeros(count, length)
+        tokens = ids_S.new_zeros(count, length + 2)
         for b, n in enumerate(known):
             streams[b, : n - 1] = streams_SND[: n - 1]
-            next_ids[b, : n - 1] = ids_S[1:n]
+            tokens[b, :n] = ids_S[:n]
         branch, steps = torch.arange(count, device=device), []
         for i in range(k):
             last = n_B - 2 + i
-            logits, y = self._draft_row(streams[:, : max(known) + i], next_ids, last)
+            next_ids = tokens[:, self.token_shift :]
+            logits, y = self._draft_row(streams[:, : max(known) - 1 + i], next_ids, last)
             steps.append(logits)
             if i + 1 < k:
                 best = logits.argmax(-1).tolist()
@@ -163,7 +173,7 @@ class RoundOracle:
                     for b, own in enumerate(drafts)
                 ]
                 streams[branch, last + 1] = y
-                next_ids[branch, last + 1] = torch.tensor(chosen, device=device)
+                tokens[branch, n_B + i] = torch.tensor(chosen, device=device)
         return list(torch.stack(steps, dim=1))
 
     def _draft_row(self, streams: Tensor, next_ids: Tensor, row_B: Tensor) -> tuple[Tensor, Tensor]:

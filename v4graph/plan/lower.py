@@ -110,7 +110,8 @@ def speculation_plan(spec: ModelSpec, limits: Limits) -> SpeculationPlan:
             f"speculative {name!r}: num_layers {mode.num_layers} has no round in this version; "
             "expected 1 (one layer that drafts recurrently)"
         )
-    return SpeculationPlan(name, "mtp", count, (LayerPlan(0, mode.attention, mode.ffn),))
+    layers = (LayerPlan(0, mode.attention, mode.ffn),)
+    return SpeculationPlan(name, "mtp", count, layers, position_offset=mode.position_offset)
 
 
 def _rope_dims(spec: ModelSpec, layers: Sequence[LayerPlan]) -> tuple[tuple[str, int], ...]:

@@ -196,6 +196,8 @@ class SpeculationPlan:
     """Draft layers, by their own index."""
     ngram: tuple[int, int] = (0, 0)
     """Shortest and longest n-gram of `ngram`."""
+    position_offset: int = 0
+    """Added to a draft row's position for rotation; its place in the cache stays."""
 
     @property
     def verify_width(self) -> int:

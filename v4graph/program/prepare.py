@@ -72,8 +72,10 @@ def prepare(
     else:
         buf["logits_rows"].copy_(rows.last_R)
     buf["do_sample"].copy_(_due(mode, rows, table))
+    drafting = plan.mode(mode).layers == "draft"
+    rotated = rows.positions_T + (plan.speculation.position_offset if drafting else 0)
     for rope, _ in mode_ropes(plan, mode):
-        cos, sin = cos_sin(rows.positions_T, freqs[rope])
+        cos, sin = cos_sin(rotated, freqs[rope])
         buf[f"rope.{rope}.cos"].copy_(cos)
         buf[f"rope.{rope}.sin"].copy_(sin)
     groups = mode_groups(plan, mode)

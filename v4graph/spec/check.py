@@ -60,7 +60,7 @@ _FEEDS = {"state": "compressed", "index_state": "index"}
 _NAMELESS = {
     "layers": {"count"},
     "speculative": {
-        *("num_draft_tokens", "num_layers", "mask_position_zero"),
+        *("num_draft_tokens", "num_layers", "mask_position_zero", "position_offset"),
         *("min_ngram", "max_ngram"),
     },
     "attention": {"heads", "head_dim", "q_lora_rank", "o_groups", "o_lora_rank", "indexer"},
