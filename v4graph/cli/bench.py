@@ -98,7 +98,7 @@ def acceptance(
     mode = _mtp(loaded, speculative)
     numbers = _numbers(num_draft_tokens)
     prompts = _prompts(spec, weights, loaded, text or directory / "heldout.txt", num_prompts)
-    params = load_params(loaded, directory, torch.float32)
+    params = load_params(loaded, directory, torch.float32, speculative=mode[0])
     results, console = [], Console(stderr=True)
     for k in numbers:
         config = EngineConfig(
@@ -255,8 +255,8 @@ def conventions(
 ) -> list[dict[str, Any]]:
     """Acceptance along the same sequences under other conventions of the draft layer's rows.
 
-    As the spec states them; the mask of position 0 and the rotary offset the other way; and, to show
-    what a wrong pairing costs, rows with the streams and the token of one position.
+    As the spec states them; the mask of position 0 and the rotary offset the other way; and, to
+    show what a wrong pairing costs, rows with the streams and the token of one position.
     """
     from v4graph.engine.rounds import DraftCounts
     from v4graph.model.recompute import RecomputeModel

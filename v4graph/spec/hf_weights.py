@@ -6,6 +6,7 @@ import re
 
 from v4graph.spec.hf_fields import Fields
 from v4graph.spec.safetensors_header import StoredCheckpoint, StoredTensor
+from v4graph.spec.speculator import find_speculator
 
 _PLAIN = {"F32": "f32", "BF16": "bf16"}
 _LINEAR = {**_PLAIN, "F8_E4M3": "fp8_block"}
@@ -59,14 +60,15 @@ def draft_layers(fields: Fields, stored: StoredCheckpoint, notes: list[str]) -> 
     dspark = sorted(key for key in fields.values if key.startswith("dspark_"))
     for key in dspark:
         fields.any(key)
-    if dspark or _first(stored, r"mtp\.0\.main_proj\..*"):
+    held = find_speculator(stored.tensors)
+    if dspark or held.kind == "dspark":
         notes.append(
             "the checkpoint holds a DSpark speculator "
-            f"({', '.join(dspark) or 'mtp.0.main_proj'}), which v4graph does not run yet; it has "
+            f"({', '.join(dspark) or held.evidence}), which v4graph does not run yet; it has "
             "no MTP layer, so the spec offers speculation `none` only"
         )
         return 0
-    found = len({n for n in stored.tensors if re.fullmatch(r"mtp\.\d+\.e_proj\.weight", n)})
+    found = held.num_layers
     if found:
         if found != claimed:
             notes.append(
