@@ -112,7 +112,7 @@ class PrefixCache:
         self._leaves = _Queue(self._leaf_stamp)
         self._carried = _Queue(self._carried_stamp)
         self.unit = unit_tokens(plan)
-        self.ahead = 1 if plan.speculation.layers else 0
+        self.ahead = 1 + plan.speculation.num_chained if plan.speculation.layers else 0
         """Tokens behind a unit that its rows depend on."""
         self.nodes: dict[bytes, Node] = {}
         self.num_query_tokens = 0
@@ -132,7 +132,8 @@ class PrefixCache:
 
     def find(self, request: Request) -> Hit | None:
         """The longest cached prefix that leaves at least one token to prefill."""
-        keys = self._keys(request, (request.num_prefill_tokens - 1) // self.unit)
+        known = max(request.num_tokens - self.ahead, 0)
+        keys = self._keys(request, min(request.num_prefill_tokens - 1, known) // self.unit)
         chain: list[Node] = []
         for key in keys:
             node = self.nodes.get(key)

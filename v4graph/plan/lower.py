@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import ceil
 
 from v4graph.errors import PlanError
+from v4graph.plan.chain import carried_bytes, chain_mode, stream_shape
 from v4graph.plan.rules import RULE_FLOATS, RULE_INTS
 from v4graph.plan.types import (
     DTYPES,
@@ -105,13 +106,13 @@ def speculation_plan(spec: ModelSpec, limits: Limits) -> SpeculationPlan:
         raise PlanError(f"num_draft_tokens {count}: expected 1..{MAX_DRAFT_TOKENS}")
     if isinstance(mode, NgramSpeculation):
         return SpeculationPlan(name, "ngram", count, ngram=(mode.min_ngram, mode.max_ngram))
-    if mode.num_layers != 1:
-        raise PlanError(
-            f"speculative {name!r}: num_layers {mode.num_layers} has no round in this version; "
-            "expected 1 (one layer that drafts recurrently)"
-        )
-    layers = (LayerPlan(0, mode.attention, mode.ffn),)
-    return SpeculationPlan(name, "mtp", count, layers, position_offset=mode.position_offset)
+    # Draft i comes from layer i, or from the last one: with fewer drafts the rest has no work.
+    used = range(min(mode.num_layers, count))
+    layers = tuple(LayerPlan(i, mode.attention, mode.ffn) for i in used)
+    offset, shape = mode.position_offset, stream_shape(spec)
+    return SpeculationPlan(
+        name, "mtp", count, layers, position_offset=offset, stream_shape=shape
+    )
 
 
 def _rope_dims(spec: ModelSpec, layers: Sequence[LayerPlan]) -> tuple[tuple[str, int], ...]:
@@ -198,8 +199,8 @@ def _group_shapes(
         users, draft_users = users_of(name, layers), users_of(name, speculation.layers)
         if not users and not draft_users:
             continue
-        # The first draft comes from the newest computed row, each further one from a row behind.
-        ahead = max(speculation.num_draft_tokens - 1, 0) if draft_users else 0
+        ahead, back = speculation.draft_ahead, speculation.num_chained
+        ahead, back = (ahead, back) if draft_users else (0, 0)
         if isinstance(group, SlidingWindowGroup):
             ratio, span, dim, every = 1, group.window, group.row.dim, 1
             dtype = _row_dtype(name, group.row.format, limits.dtype)
@@ -224,7 +225,7 @@ def _group_shapes(
             span=span,
             page_tokens=group.page_tokens,
             page_rows=group.page_tokens // ratio,
-            kept_tokens=span,
+            kept_tokens=span and span + back,
             draft_ahead=ahead,
             table_width=full,
             pages_per_seq=full,
@@ -327,7 +328,7 @@ def _table_bytes(
     slots, k = limits.max_num_seqs + 1, limits.num_draft_tokens
     columns = sum(g.table_width for g in groups) * DTYPES["int64"]
     tokens = (max_model_len + 1) * DTYPES["int64"]
-    scalars = (9 + k) * DTYPES["int64"]
+    scalars = (10 + k) * DTYPES["int64"] + carried_bytes(speculation, limits.dtype)
     stored = speculation.layers and not limits.greedy_only
     draft_probs = 0 if not stored else k * spec.vocab_size * DTYPES["float32"]
     rules = RULE_INTS * DTYPES["int64"] + RULE_FLOATS * DTYPES["float32"]
@@ -359,10 +360,11 @@ def _modes(
             draft,
             draft,
             "last_token",
-            "last_token",
+            "all" if speculation.num_chained else "last_token",
         )
         out.append(extend)
-        if width > 2:
+        out += chain_mode(speculation, extend.buckets, draft)
+        if speculation.draft_ahead:
             drafting = {*sizes, *(r for _, r in limits.prefill_buckets)}
             buckets = tuple(Bucket(n, n, 1) for n in sorted(drafting))
             out.append(

@@ -76,7 +76,7 @@ class StepProgram:
         bucket: Bucket,
         compiler: Compiler,
         checked: bool,
-        stage: Callable[[Mode, Bucket], Stage] | None = None,
+        stage: Callable[[Mode, Bucket, int], Stage] | None = None,
         graph_pool: Any = None,
     ) -> None:
         """`stage` finds a stage that programs share; each has its own if left out. With a
@@ -85,9 +85,9 @@ class StepProgram:
         self._compiler = compiler
         self._tapes: dict[Variant, Tape | CapturedTape] = {}
         self._table = state.table.tensors()
-        find = stage or (lambda m, b: Stage(state, m, b, compiler))
+        find = stage or (lambda m, b, layer: Stage(state, m, b, compiler, layer))
         plans = state.plan.stages(mode, bucket)
-        self.stages: Sequence[Stage] = [find(p.mode, p.bucket) for p in plans]
+        self.stages: Sequence[Stage] = [find(p.mode, p.bucket, p.layer) for p in plans]
         self._repeats = [p.repeat for p in plans]
         self._graph_pool = graph_pool
         self._lists = HostLists(bucket.num_reqs, state.table.device)
@@ -146,7 +146,7 @@ class StepProgram:
         for stage, repeat in zip(self.stages[1:], self._repeats[1:], strict=True):
             for _ in range(repeat):
                 stage.prepare(self.host, step, checked)
-                drafted, streams = stage.draft(streams)
+                drafted, streams = stage.draft(self.host, streams)
                 stage.settle(self.host, drafted, variant)
         return StepResult(tokens, logits, told)
 
