@@ -6,6 +6,7 @@ Its main model is compared with transformers in tests/engine/test_parity.py.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -160,9 +161,9 @@ def test_draft_inputs_by_hand() -> None:
     world, seen = small(), []
 
     class Recording(RecomputeModel):
-        def block(self, p: str, x: Tensor, ids: Tensor, attention: str, ffn: str) -> Tensor:
+        def block(self, p: str, x: Tensor, ids: Tensor, *kinds: Any) -> Tensor:
             seen.append((p, x, ids))
-            return super().block(p, x, ids, attention, ffn)
+            return super().block(p, x, ids, *kinds)
 
     ids = torch.tensor([world.ids(12)])
     streams = forward(world, ids).streams[:, :-1]

@@ -61,6 +61,7 @@ CASES = [
     ("count: 2", "count: 0", "44:49: layers[1].count: out of range", "at least 1"),
     ("[csa, hca]", "[csa, 3, hca]", "44:23: layers[1].attention[1]: wrong type (got 3", "a name"),
     ("tokens: 2,", "tokens: 9,", "47:38: speculative.mtp.num_draft_tokens: out of", "1 to 8"),
+    ("2, attention", "2, position_offset: 2, attention", "47:58: speculative.mtp.pos", "0 to 1"),
     # Closed sets.
     ("kind: sliding_attention", "kind: full", "20:11: attention.swa.kind: unknown kind", "one of"),
     ("ding_attention", "ding_atention", "20:11: attention.swa.kind: unk", "'sliding_attention'?"),

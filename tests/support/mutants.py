@@ -27,6 +27,7 @@ class Preparation:
     freqs: Tensors
     host: Tensors
     buf: Tensors
+    layer: int = 0
 
     def run(self, *, table: Tensors | None = None, host: Tensors | None = None) -> None:
         """The real stage, on other inputs where given."""
@@ -38,6 +39,7 @@ class Preparation:
             self.freqs,
             {**self.host, **(host or {})},
             self.buf,
+            self.layer,
         )
 
 

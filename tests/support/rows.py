@@ -14,11 +14,13 @@ Key = tuple[str, int, str, int]
 def visible_rows(llm: LLMEngine, request: Request) -> dict[Key, Tensor]:
     """A dump of every row that the request's next query may read, by position."""
     out = {}
-    computed = request.num_computed_tokens
+    computed, known = request.num_computed_tokens, request.num_tokens
     for block, layer, role, name, pool in llm.programs.state.all_pools():
         g = llm.plan.group(name)
         if g.kept_tokens:
-            positions = range(max(computed - g.kept_tokens + 1, 0), computed)
+            # A chained draft layer's newest rows rest on drafts and are computed again.
+            final = max(min(computed, known - 1 - layer.index), 0) if block == "mtp" else computed
+            positions = range(max(final - g.span + 1, 0), final)
         else:
             positions = range(0, computed // g.ratio * g.ratio, g.ratio)
         for p in positions:

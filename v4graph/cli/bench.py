@@ -79,7 +79,7 @@ def acceptance(
     checked: CheckedOption = False,
     overlap: OverlapOption = True,
     variants: Annotated[
-        bool, typer.Option(help="Also recompute with the position-0 mask the other way.")
+        bool, typer.Option(help="Also recompute with the draft layer's conventions the other way.")
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -98,7 +98,7 @@ def acceptance(
     mode = _mtp(loaded, speculative)
     numbers = _numbers(num_draft_tokens)
     prompts = _prompts(spec, weights, loaded, text or directory / "heldout.txt", num_prompts)
-    params = load_params(loaded, directory, torch.float32)
+    params = load_params(loaded, directory, torch.float32, speculative=mode[0])
     results, console = [], Console(stderr=True)
     for k in numbers:
         config = EngineConfig(
@@ -253,23 +253,40 @@ def conventions(
     measured: Measured,
     config: EngineConfig,
 ) -> list[dict[str, Any]]:
-    """Acceptance along the same sequences with the draft layer's first row masked and not."""
+    """Acceptance along the same sequences under other conventions of the draft layer's rows.
+
+    As the spec states them; the mask of position 0 and the rotary offset the other way; and, to
+    show what a wrong pairing costs, rows with the streams and the token of one position.
+    """
     from v4graph.engine.rounds import DraftCounts
     from v4graph.model.recompute import RecomputeModel
     from v4graph.model.rounds import RoundOracle
 
     device = config.torch_device()
     model = RecomputeModel(spec, {n: t.to(device) for n, t in params.items()})
+    stated = {
+        "mask_position_zero": mode.mask_position_zero,
+        "position_offset": mode.position_offset,
+        "token_shift": 1,
+    }
+    others: list[dict[str, Any]] = [
+        {"mask_position_zero": not mode.mask_position_zero},
+        {"position_offset": 1 - mode.position_offset},
+        {"token_shift": 0},
+    ]
     out = []
-    for masked in (False, True):
-        oracle = RoundOracle(model, mode.model_copy(update={"mask_position_zero": masked}))
+    for variant in ({}, *others):
+        used = {**stated, **variant}
+        shift = used["token_shift"]
+        own = mode.model_copy(update={k: v for k, v in used.items() if k != "token_shift"})
+        oracle = RoundOracle(model, own, token_shift=shift)
         counts = DraftCounts()
         for name, ids in measured.sequences.items():
             if name in measured.rounds:
                 first = measured.rounds[name][0].num_tokens
                 for drafts, accepted in oracle.rounds_of(ids, first, measured.k):
                     counts.add(drafts, accepted)
-        out.append({"mask_position_zero": masked, **_figures(counts)})
+        out.append({**used, **_figures(counts)})
     return out
 
 
@@ -328,7 +345,8 @@ def _print(data: dict[str, Any]) -> None:
     for v in data.get("variants", ()):
         mask = "masked" if v["mask_position_zero"] else "not masked"
         typer.echo(
-            f"recompute, position 0 {mask}: {v['tokens_per_round']:.4f} tokens per round, draft "
+            f"recompute, position 0 {mask}, row t rotated as t + {v['position_offset']}, with the "
+            f"token at t + {v['token_shift']}: {v['tokens_per_round']:.4f} tokens per round, draft "
             f"acceptance {v['draft_acceptance']:.4f}"
         )
     for r in data["results"]:

@@ -31,6 +31,8 @@ from v4graph.spec.load import load_spec, spec_path
 from v4graph.spec.model import ModelSpec
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from v4graph.program.build import ProgramSet
@@ -280,7 +282,7 @@ def _compiled(name: str, spec: ModelSpec, plan: Plan, dtype: Dtype) -> tuple[Pro
     from v4graph.program.build import ProgramSet, build_state
     from v4graph.program.compiler import Compiler
 
-    params = _params(spec, directory if directory.is_dir() else None, dtype)
+    params = _params(spec, directory if directory.is_dir() else None, dtype, plan.speculation.name)
     state = build_state(spec, plan, params, EngineConfig().torch_device(), checked=False)
     programs = ProgramSet(state, Compiler(), checked=False)
     console = Console(stderr=True)
@@ -292,7 +294,9 @@ def _compiled(name: str, spec: ModelSpec, plan: Plan, dtype: Dtype) -> tuple[Pro
     return programs, "checkpoint" if directory.is_dir() else "random"
 
 
-def _params(spec: ModelSpec, directory: Any, dtype: Dtype) -> dict[str, Tensor]:
+def _params(
+    spec: ModelSpec, directory: Path | None, dtype: Dtype, speculative: str
+) -> dict[str, Tensor]:
     import torch
 
     from v4graph.model.loader import load_params
@@ -301,7 +305,7 @@ def _params(spec: ModelSpec, directory: Any, dtype: Dtype) -> dict[str, Tensor]:
     torch_dtype = getattr(torch, dtype)
     if directory is None:
         return random_params(spec, dtype=torch_dtype)
-    return load_params(spec, directory, torch_dtype)
+    return load_params(spec, directory, torch_dtype, speculative=speculative)
 
 
 def _program_json(programs: ProgramSet, weights: str) -> dict[str, Any]:

@@ -195,7 +195,8 @@ class LLMEngine:
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(config.dtype)
         if dtype is None:
             raise PlanError(f"dtype {config.dtype!r}: expected 'float32' or 'bfloat16'")
-        params = load_params(spec, weights, dtype, progress)
+        speculative = config.speculative or next(iter(spec.speculative), "none")
+        params = load_params(spec, weights, dtype, progress, speculative)
         return cls.from_params(spec, params, config, progress)
 
     # Requests ----------------------------------------------------------------------------------

@@ -132,7 +132,8 @@ class PrefixCache:
 
     def find(self, request: Request) -> Hit | None:
         """The longest cached prefix that leaves at least one token to prefill."""
-        keys = self._keys(request, (request.num_prefill_tokens - 1) // self.unit)
+        known = max(request.num_tokens - self.ahead, 0)
+        keys = self._keys(request, min(request.num_prefill_tokens - 1, known) // self.unit)
         chain: list[Node] = []
         for key in keys:
             node = self.nodes.get(key)

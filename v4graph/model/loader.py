@@ -16,8 +16,14 @@ from v4graph.errors import WeightsError
 from v4graph.model.params import logical_entries, stack_experts
 from v4graph.model.quant import FP4_GROUP, FP8_BLOCK, decode_fp4, decode_fp8
 from v4graph.plan.weights import TensorEntry, draft_inventory
-from v4graph.spec.model import ModelSpec
-from v4graph.spec.safetensors_header import INDEX_FILE, STACKED_EXPERTS, official_name
+from v4graph.spec.model import ModelSpec, MtpSpeculation
+from v4graph.spec.safetensors_header import (
+    INDEX_FILE,
+    STACKED_EXPERTS,
+    check_shard,
+    official_name,
+)
+from v4graph.spec.speculator import SHOWN, STORED_KINDS, find_speculator
 
 Progress = Callable[[str, int, int], None]
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
@@ -61,7 +67,7 @@ class Checkpoint:
             self._handles[file] = handle
             # The index is authoritative: a stale copy in another file does not count.
             for stored in handle.keys():  # noqa: SIM118 (not a mapping)
-                if self._index and self._index.get(stored) != file.name:
+                if self._index and directory / self._index.get(stored, "") != file:
                     continue
                 for name, place in self._places(file, stored):
                     if name in self._where:
@@ -96,7 +102,10 @@ class Checkpoint:
             self._index = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError) as e:
             raise WeightsError(f"{index}: expected JSON with a weight_map: {e}") from e
-        files = sorted({self.directory / f for f in self._index.values()})
+        try:
+            files = sorted({self.directory / check_shard(n, f) for n, f in self._index.items()})
+        except ValueError as e:
+            raise WeightsError(f"{index}: {e}") from e
         for f in files:
             if not f.is_file():
                 raise WeightsError(f"{index}: names {f.name}, which is not in {self.directory}")
@@ -105,6 +114,10 @@ class Checkpoint:
     def names(self) -> set[str]:
         """Published names of all tensors."""
         return set(self._where)
+
+    def file_of(self, name: str) -> str:
+        """Name of the file that holds a tensor."""
+        return self._where[name].file.name
 
     def read(self, name: str) -> Tensor:
         """One tensor as stored."""
@@ -120,22 +133,33 @@ class Checkpoint:
 
 
 def load_params(
-    spec: ModelSpec, directory: Path, dtype: torch.dtype, progress: Progress | None = None
+    spec: ModelSpec,
+    directory: Path,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    speculative: str | None = None,
 ) -> dict[str, Tensor]:
     """Load, decode and stack a checkpoint.
 
     Matrices, norms and embeddings become `dtype`; tensors that the inventory lists as F32 stay
-    float32, routing tables int64. A checkpoint without any draft-layer tensor loads as the main
-    model alone.
+    float32, routing tables int64.
+
+    Args:
+        speculative: the speculative mode to load for. One that stores no weights leaves draft
+            layers in the files unread; one that does must find its own kind there. If left out,
+            the spec's draft layers are read, where the files hold any.
 
     Raises:
-        WeightsError: missing, unknown, misshapen or undecodable tensors, each by name.
+        WeightsError: draft layers of another kind than the mode's, or none; missing, unknown,
+            misshapen or undecodable tensors, each by name.
     """
     checkpoint = Checkpoint(directory)
-    names = checkpoint.names()
     draft = {e.name for e in draft_inventory(spec)}
-    has_draft = any(n.startswith("mtp.") for n in names)
-    entries = [e for e in logical_entries(spec) if has_draft or e.name not in draft]
+    names = checkpoint.names()
+    entries = logical_entries(spec)
+    if not _reads_draft_layers(spec, checkpoint, speculative):
+        entries = [e for e in entries if e.name not in draft]
+        names = {n for n in names if not (n.startswith("mtp.") and (draft or speculative))}
     wanted = {e.name for e in entries}
     scales = {n.removesuffix("weight") + "scale" for n in wanted if n.endswith(".weight")}
     _check_names(directory, wanted, names, scales)
@@ -150,6 +174,34 @@ def load_params(
         if progress is not None:
             progress("load", i + 1, len(entries))
     return stack_experts(tensors)
+
+
+def _reads_draft_layers(spec: ModelSpec, checkpoint: Checkpoint, speculative: str | None) -> bool:
+    """Whether to load `mtp.*` tensors, once those in the files are known to be the mode's kind."""
+    stored = {name: m for name, m in spec.speculative.items() if m.kind in STORED_KINDS}
+    if speculative is not None:
+        stored = {name: m for name, m in stored.items() if name == speculative}
+    if not stored:
+        return False
+    name, mode = next(iter(stored.items()))
+    found = find_speculator(checkpoint.names())
+    if found.kind == "none" and speculative is None:
+        return False
+    needed = found.kind == mode.kind
+    wanted, held = SHOWN[mode.kind], SHOWN[found.kind]
+    if needed and isinstance(mode, MtpSpeculation) and found.num_layers != mode.num_layers:
+        needed = False
+        wanted, held = f"{mode.num_layers} {wanted}", f"{found.num_layers} of them"
+    if needed:
+        return True
+    where = f" ({found.evidence} in {checkpoint.file_of(found.evidence)})" if found.evidence else ""
+    free = [n for n, m in spec.speculative.items() if m.kind in ("none", "ngram", found.kind)]
+    choices = " or ".join(f"--speculative {n}" for n in dict.fromkeys(("none", *free)))
+    raise WeightsError(
+        f"{checkpoint.directory}: speculative mode {name!r} needs {wanted}, but the files hold "
+        f"{held}{where}. Tensors decide, whatever num_nextn_predict_layers in config.json says; "
+        f"choose {choices}, or a checkpoint with {wanted}"
+    )
 
 
 def _check_names(directory: Path, wanted: set[str], found: set[str], scales: set[str]) -> None:

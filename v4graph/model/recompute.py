@@ -76,7 +76,8 @@ class RecomputeModel:
         self, streams: Tensor, next_ids: Tensor, mode: MtpSpeculation, layer: int = 0
     ) -> Recomputed:
         """One MTP layer over whole sequences (section 2.4): row t takes the streams at t and the
-        token at t + 1, sits at position t and predicts token t + 2.
+        token at t + 1, sits at position t (rotated as t + `position_offset`) and predicts
+        token t + 2.
 
         Args:
             streams: `[B, S, N, D]`, the main model's (or the previous draft step's) streams.
@@ -96,7 +97,8 @@ class RecomputeModel:
         h = rms_norm(streams, self.params[f"{p}.hnorm.weight"], eps)
         e = F.linear(e, self.params[f"{p}.e_proj.weight"])
         h = F.linear(h, self.params[f"{p}.h_proj.weight"])
-        return self.block(p, h + e[:, :, None], next_ids, mode.attention, mode.ffn)
+        x = h + e[:, :, None]
+        return self.block(p, x, next_ids, mode.attention, mode.ffn, mode.position_offset)
 
     def draft_logits(self, streams: Tensor, layer: int = 0) -> Tensor:
         """Logits `[B, S, V]` of an MTP layer's streams: its own collapse and norm, shared head."""
@@ -114,12 +116,15 @@ class RecomputeModel:
         x = rms_norm(x, self.params[norm], self.spec.norm_eps)
         return F.linear(x.float(), self.params["head.weight"].float())
 
-    def block(self, p: str, x: Tensor, ids: Tensor, attention: str, ffn: str) -> Tensor:
+    def block(
+        self, p: str, x: Tensor, ids: Tensor, attention: str, ffn: str, position_offset: int = 0
+    ) -> Tensor:
         """One decoder block on the streams `[B, S, N, D]`."""
         a, f = self.spec.attention[attention], self.spec.ffn[ffn]
         eps = self.spec.norm_eps
         u, mix = self.hyper_pre(x, f"{p}.hc_attn")
-        y = self.attention(f"{p}.attn", a, rms_norm(u, self.params[f"{p}.attn_norm.weight"], eps))
+        u = rms_norm(u, self.params[f"{p}.attn_norm.weight"], eps)
+        y = self.attention(f"{p}.attn", a, u, position_offset)
         x = self.hyper_post(x, y, mix)
         u, mix = self.hyper_pre(x, f"{p}.hc_ffn")
         y = self.ffn(f"{p}.ffn", f, rms_norm(u, self.params[f"{p}.ffn_norm.weight"], eps), ids)
@@ -164,12 +169,16 @@ class RecomputeModel:
 
     # Attention (section 2.3) -----------------------------------------------------------------
 
-    def attention(self, p: str, a: Attention, x: Tensor) -> Tensor:
-        """Sliding-window attention over raw rows plus the kind's compressed rows, `[B, S, D]`."""
+    def attention(self, p: str, a: Attention, x: Tensor, position_offset: int = 0) -> Tensor:
+        """Sliding-window attention over raw rows plus the kind's compressed rows, `[B, S, D]`.
+
+        `position_offset` is added to the rotary positions of raw rows and queries; compressed rows
+        have none, so it is for sliding attention alone.
+        """
         B, S, _ = x.shape
         freqs, eps = self.freqs[a.rope], self.spec.norm_eps
         positions = torch.arange(S, device=x.device)
-        cos, sin = cos_sin(positions, freqs)
+        cos, sin = cos_sin(positions + position_offset, freqs)
         q_low = rms_norm(self.linear(f"{p}.wq_a", x), self.params[f"{p}.q_norm.weight"], eps)
         q = self.linear(f"{p}.wq_b", q_low).unflatten(-1, (a.heads, a.head_dim))
         q = rotate(rms_norm(q, None, eps), cos[:, None], sin[:, None])

@@ -54,9 +54,15 @@ class RoundOracle:
         model: RecomputeModel,
         mode: MtpSpeculation | DsparkSpeculation,
         max_rows: int = 1 << 14,
+        token_shift: int = 1,
     ) -> None:
-        """`max_rows` bounds the branch rows that are computed at once."""
+        """`max_rows` bounds the branch rows that are computed at once.
+
+        A draft row with the streams at t takes the token at t + `token_shift`: 1 by definition
+        (section 2.4); 0 is for showing what the wrong pairing costs.
+        """
         self.model, self.mode, self.max_rows = model, mode, max_rows
+        self.token_shift = token_shift
 
     @torch.no_grad()
     def check(self, ids: Sequence[int], rounds: Sequence[EngineRound]) -> list[Difference]:
@@ -160,40 +166,42 @@ class RoundOracle:
         drafts: list[list[int]] | list[list[None]],
         mode: MtpSpeculation,
     ) -> list[Tensor]:
-        """Step i appends to each branch the row that the layer itself made in step i - 1."""
+        """Draft i is that of layer i at the newest row, or of the last layer i - L + 1 rows behind.
+
+        Layer i runs over all rows of the branch, with the streams of layer i - 1 and the tokens
+        i + 1 places behind, drafts among them. The last layer goes on from rows of its own.
+        """
         device, count = ids_S.device, len(known)
-        k = max(map(len, drafts))
-        n_B = torch.tensor(known, device=device)
-        length = max(known) + k - 1
-        # Rows 0 .. n - 2 are the main model's; row t takes the token at t + 1.
-        streams = streams_SND.new_zeros(count, length, *streams_SND.shape[1:])
-        next_ids = ids_S.new_zeros(count, length)
+        k, layers = max(map(len, drafts)), self.mode.num_layers
+        n_B, rows = torch.tensor(known, device=device), max(known) - 1
+        # Rows 0 .. n - 2 are the main model's.
+        x = streams_SND.new_zeros(count, rows + max(k - layers, 0), *streams_SND.shape[1:])
+        tokens = ids_S.new_zeros(count, max(known) + k + 1)
         for b, n in enumerate(known):
-            streams[b, : n - 1] = streams_SND[: n - 1]
-            next_ids[b, : n - 1] = ids_S[1:n]
+            x[b, : n - 1] = streams_SND[: n - 1]
+            tokens[b, :n] = ids_S[:n]
         branch, steps = torch.arange(count, device=device), []
         for i in range(k):
-            last = n_B - 2 + i
-            logits, y = self._draft_row(streams[:, : max(known) + i], next_ids, last, mode)
+            layer, behind = min(i, layers - 1), max(i - layers + 1, 0)
+            row_B, size = n_B - 2 + behind, rows + behind
+            next_ids = tokens[:, layer + self.token_shift :][:, :size]
+            y = self.model.draft_streams(x[:, :size], next_ids, mode, layer)
+            row = y[branch, row_B]
+            logits = self.model.draft_logits(row[:, None], layer)[:, 0]
             steps.append(logits)
-            if i + 1 < k:
-                best = logits.argmax(-1).tolist()
-                chosen = [
-                    own[i] if i < len(own) and own[i] is not None else best[b]
-                    for b, own in enumerate(drafts)
-                ]
-                streams[branch, last + 1] = y
-                next_ids[branch, last + 1] = torch.tensor(chosen, device=device)
+            if i + 1 == k:
+                break
+            best = logits.argmax(-1).tolist()
+            chosen = [
+                own[i] if i < len(own) and own[i] is not None else best[b]
+                for b, own in enumerate(drafts)
+            ]
+            tokens[branch, n_B + i] = torch.tensor(chosen, device=device)
+            if i + 1 < layers:
+                x[:, :rows] = y
+            else:
+                x[branch, row_B + 1] = row
         return list(torch.stack(steps, dim=1))
-
-    def _draft_row(
-        self, streams: Tensor, next_ids: Tensor, row_B: Tensor, mode: MtpSpeculation
-    ) -> tuple[Tensor, Tensor]:
-        """Logits `[B, V]` and streams `[B, N, D]` of one row of each branch."""
-        branch = torch.arange(streams.shape[0], device=streams.device)
-        y = self.model.draft_streams(streams, next_ids[:, : streams.shape[1]], mode)
-        chosen = y[branch, row_B][:, None]
-        return self.model.draft_logits(chosen)[:, 0], chosen[:, 0]
 
 
 def _differences(

@@ -65,6 +65,9 @@ def buffers(plan: Plan, mode: Mode, bucket: Bucket) -> tuple[BufferPlan, ...]:
         out.append(BufferPlan("logits_rows", "int64", (R,), "prepare"))
     if mode is Mode.TARGET_VERIFY:
         out.append(BufferPlan("num_drafts", "int64", (R,), "prepare"))
+    if mode is Mode.DRAFT_CHAIN:
+        out.append(BufferPlan("stream_rows", "int64", (T,), "prepare"))
+        out.append(BufferPlan("carry_rows", "int64", (R,), "prepare"))
     groups = mode_groups(plan, mode)
     for ratio in closing_ratios(groups):
         shape = (num_closings(bucket, ratio),)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import ceil
 
 from v4graph.errors import PlanError
+from v4graph.plan.chain import carried_bytes, stream_shape
 from v4graph.plan.modes import mode_plans
 from v4graph.plan.rules import RULE_FLOATS, RULE_INTS
 from v4graph.plan.types import (
@@ -104,6 +105,9 @@ def speculation_plan(spec: ModelSpec, limits: Limits) -> SpeculationPlan:
         raise PlanError(f"num_draft_tokens {count}: expected 1..{MAX_DRAFT_TOKENS}")
     if isinstance(mode, NgramSpeculation):
         return SpeculationPlan(name, "ngram", count, ngram=(mode.min_ngram, mode.max_ngram))
+    # Draft i comes from layer i, or from the last one: with fewer drafts the rest has no work.
+    every = tuple(LayerPlan(i, mode.attention, mode.ffn) for i in range(mode.num_layers))
+    shape = stream_shape(spec)
     if isinstance(mode, DsparkSpeculation):
         if count > mode.block_size:
             raise PlanError(
@@ -114,17 +118,16 @@ def speculation_plan(spec: ModelSpec, limits: Limits) -> SpeculationPlan:
             name,
             "dspark",
             count,
-            tuple(LayerPlan(i, mode.attention, mode.ffn) for i in range(mode.num_layers)),
+            every,
             block_size=mode.block_size,
             noise_token_id=mode.noise_token_id,
             target_layers=tuple(mode.target_layer_ids),
+            stream_shape=shape,
         )
-    if mode.num_layers != 1:
-        raise PlanError(
-            f"speculative {name!r}: num_layers {mode.num_layers} has no round in this version; "
-            "expected 1 (one layer that drafts recurrently)"
-        )
-    return SpeculationPlan(name, "mtp", count, (LayerPlan(0, mode.attention, mode.ffn),))
+    offset = mode.position_offset
+    return SpeculationPlan(
+        name, "mtp", count, every[:count], position_offset=offset, stream_shape=shape
+    )
 
 
 def _rope_dims(spec: ModelSpec, layers: Sequence[LayerPlan]) -> tuple[tuple[str, int], ...]:
@@ -211,7 +214,8 @@ def _group_shapes(
         users, draft_users = users_of(name, layers), users_of(name, speculation.layers)
         if not users and not draft_users:
             continue
-        ahead = speculation.rows_ahead if draft_users else 0
+        ahead, back = speculation.draft_ahead, speculation.num_chained
+        ahead, back = (ahead, back) if draft_users else (0, 0)
         if isinstance(group, SlidingWindowGroup):
             ratio, span, dim, every = 1, group.window, group.row.dim, 1
             dtype = _row_dtype(name, group.row.format, limits.dtype)
@@ -236,7 +240,7 @@ def _group_shapes(
             span=span,
             page_tokens=group.page_tokens,
             page_rows=group.page_tokens // ratio,
-            kept_tokens=span,
+            kept_tokens=span and span + back,
             draft_ahead=ahead,
             table_width=full,
             pages_per_seq=full,
@@ -339,7 +343,7 @@ def _table_bytes(
     slots, k = limits.max_num_seqs + 1, limits.num_draft_tokens
     columns = sum(g.table_width for g in groups) * DTYPES["int64"]
     tokens = (max_model_len + 1) * DTYPES["int64"]
-    scalars = (9 + k) * DTYPES["int64"]
+    scalars = (10 + k) * DTYPES["int64"] + carried_bytes(speculation, limits.dtype)
     stored = speculation.layers and not limits.greedy_only
     draft_probs = 0 if not stored else k * spec.vocab_size * DTYPES["float32"]
     rules = RULE_INTS * DTYPES["int64"] + RULE_FLOATS * DTYPES["float32"]

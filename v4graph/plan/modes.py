@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from v4graph.plan.chain import chain_mode
 from v4graph.plan.types import Bucket, GroupPlan, Limits, Mode, ModePlan, SpeculationPlan
 
 
@@ -29,21 +30,26 @@ def mode_plans(
     if speculation.block_size:
         out += _block_modes(speculation.block_size, extend_sizes, single_sizes, draft)
     elif speculation.layers:
-        out += _recurrent_modes(width, extend_sizes, single_sizes, draft)
+        out += _layer_modes(speculation, extend_sizes, single_sizes, draft)
     out.append(ModePlan(Mode.IDLE, "none", 0, (Bucket(1, 1, 1),), (), (), "none", "none"))
     return tuple(out)
 
 
-def _recurrent_modes(
-    width: int, extend: tuple[Bucket, ...], requests: list[int], groups: tuple[str, ...]
+def _layer_modes(
+    speculation: SpeculationPlan,
+    extend: tuple[Bucket, ...],
+    requests: list[int],
+    groups: tuple[str, ...],
 ) -> Iterator[ModePlan]:
-    """MTP: the layer runs over the round's rows and drafts once, then once for each more draft."""
-    both = (groups, groups)
+    """MTP: the layers run over the round's rows one behind the other and draft once each, the last
+    one then once for each more draft."""
     newest: Literal["last_token"] = "last_token"
-    yield ModePlan(Mode.DRAFT_EXTEND, "draft", 0, extend, *both, newest, newest)
-    if width > 2:
+    kept = "all" if speculation.num_chained else newest
+    yield ModePlan(Mode.DRAFT_EXTEND, "draft", 0, extend, groups, groups, newest, kept)
+    yield from chain_mode(speculation, extend, groups)
+    if speculation.draft_ahead:
         single = tuple(Bucket(n, n, 1) for n in requests)
-        yield ModePlan(Mode.DRAFT_DECODE, "draft", 1, single, *both, newest, newest)
+        yield ModePlan(Mode.DRAFT_DECODE, "draft", 1, single, groups, groups, newest, newest)
 
 
 def _block_modes(

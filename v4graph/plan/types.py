@@ -22,6 +22,7 @@ class Mode(str, Enum):
     DECODE = "decode"
     TARGET_VERIFY = "target_verify"
     DRAFT_EXTEND = "draft_extend"
+    DRAFT_CHAIN = "draft_chain"
     DRAFT_DECODE = "draft_decode"
     IDLE = "idle"
 
@@ -157,6 +158,11 @@ class Bucket:
     tokens_per_req: int = 0
     """Rows that every request owns, used or not; 0 packs requests of any length densely."""
 
+    def widened(self, rows: int) -> Bucket:
+        """Sizes for so many more rows of every request."""
+        width = self.tokens_per_req and self.tokens_per_req + rows
+        return Bucket(self.num_tokens + rows * self.num_reqs, self.num_reqs, width)
+
 
 @dataclass(frozen=True)
 class ModePlan:
@@ -193,7 +199,7 @@ class SpeculationPlan:
     num_draft_tokens: int
     """Drafts of a round; 0 for `none`."""
     layers: tuple[LayerPlan, ...] = ()
-    """Draft layers, by their own index."""
+    """Draft layers that run, by their own index: no more than there are drafts to make."""
     ngram: tuple[int, int] = (0, 0)
     """Shortest and longest n-gram of `ngram`."""
     block_size: int = 0
@@ -202,23 +208,33 @@ class SpeculationPlan:
     """What the rows of a block behind the newest token hold."""
     target_layers: tuple[int, ...] = ()
     """Main-model layers whose outputs the draft layers take over (`dspark`)."""
-
-    @property
-    def rows_ahead(self) -> int:
-        """Tokens behind those of a step whose draft rows the same round writes, as guesses: the
-        first draft comes from the newest computed row, each further one from a row behind. A
-        block keeps no rows."""
-        return max(self.num_draft_tokens - 1, 0) if self.layers and not self.block_size else 0
+    position_offset: int = 0
+    """Added to a draft row's position for rotation; its place in the cache stays."""
+    stream_shape: tuple[int, int] = (0, 0)
+    """Residual streams of a row, and channels of each, which draft layers hand on."""
 
     @property
     def tokens_ahead(self) -> int:
         """Tokens behind its own that a stored draft row depends on."""
-        return 1 if self.kind == "mtp" else 0
+        return 1 + self.num_chained if self.kind == "mtp" else 0
 
     @property
     def verify_width(self) -> int:
         """Tokens of a request that a round computes: the newest one and the drafts."""
         return self.num_draft_tokens + 1
+
+    @property
+    def num_chained(self) -> int:
+        """Draft layers behind the first: each makes one draft from the streams of the layer before,
+        and begins a round one row further back."""
+        return max(len(self.layers) - 1, 0) if self.kind == "mtp" else 0
+
+    @property
+    def draft_ahead(self) -> int:
+        """Rows behind those of a round that its drafting writes: one for every draft that the last
+        layer makes from its own streams. A block keeps no rows."""
+        drafting = self.layers and self.kind == "mtp"
+        return max(self.num_draft_tokens - len(self.layers), 0) if drafting else 0
 
 
 @dataclass(frozen=True)
@@ -228,6 +244,8 @@ class StagePlan:
     mode: Mode
     bucket: Bucket
     repeat: int = 1
+    layer: int = 0
+    """Draft layer that it runs; the main model's stages run all of theirs."""
 
 
 @dataclass(frozen=True)
@@ -296,13 +314,17 @@ class Plan:
         first = StagePlan(mode, bucket)
         if mode is Mode.IDLE or not self.speculation.layers:
             return (first,)
-        width = max(self.speculation.block_size, 1)
-        drafting = Bucket(bucket.num_reqs * width, bucket.num_reqs, width)
-        extend = StagePlan(Mode.DRAFT_EXTEND, bucket)
-        if self.speculation.block_size:
-            return (first, extend, StagePlan(Mode.DRAFT_DECODE, drafting))
-        more = self.speculation.num_draft_tokens - 1
-        return (first, extend, *([StagePlan(Mode.DRAFT_DECODE, drafting, more)] if more else []))
+        out = [first, StagePlan(Mode.DRAFT_EXTEND, bucket)]
+        if width := self.speculation.block_size:
+            block = Bucket(bucket.num_reqs * width, bucket.num_reqs, width)
+            return (*out, StagePlan(Mode.DRAFT_DECODE, block))
+        last = self.speculation.num_chained
+        chained = range(1, last + 1)
+        out += [StagePlan(Mode.DRAFT_CHAIN, bucket.widened(i), layer=i) for i in chained]
+        if more := self.speculation.draft_ahead:
+            drafting = Bucket(bucket.num_reqs, bucket.num_reqs, 1)
+            out.append(StagePlan(Mode.DRAFT_DECODE, drafting, more, last))
+        return tuple(out)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values."""

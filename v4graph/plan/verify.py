@@ -22,9 +22,11 @@ def _check_group(plan: Plan, g: GroupPlan) -> None:
     for m in plan.modes:
         if g.name in m.reads and not any(g.name in w.writes for w in plan.modes):
             raise PlanError(f"cache group {g.name!r}: read by {m.mode.value}, written by no mode")
-    if g.span and g.kept_tokens < g.span:
+    back = plan.speculation.num_chained if g.draft_layers else 0
+    if g.span and g.kept_tokens < g.span + back:
+        begins = f", from a row that lies {back} back on" if back else ""
         raise PlanError(
-            f"cache group {g.name!r}: keeps {g.kept_tokens} tokens, a read takes {g.span}"
+            f"cache group {g.name!r}: keeps {g.kept_tokens} tokens, a read takes {g.span}{begins}"
         )
     full = -(-plan.max_model_len // g.page_tokens)
     least = full
@@ -40,7 +42,7 @@ def _check_group(plan: Plan, g: GroupPlan) -> None:
             f"cache group {g.name!r}: {g.num_pages - 1} pages beside the null page; one sequence "
             f"needs {g.table_width}"
         )
-    written = plan.speculation.rows_ahead if g.draft_layers else 0
+    written = plan.speculation.draft_ahead if g.draft_layers else 0
     if g.draft_ahead < written:
         raise PlanError(
             f"cache group {g.name!r}: places {g.draft_ahead} rows ahead of a round; its draft "

@@ -111,7 +111,7 @@ class ProgramSet:
         """`keys` restricts the set to some programs; all of the plan's if left out. On a GPU
         compiled rounds become CUDA graphs unless `cuda_graphs` is False."""
         self.state, self.compiler, self.checked = state, compiler, checked
-        self._stages: dict[tuple[Mode, Bucket], Stage] = {}
+        self._stages: dict[tuple[Mode, Bucket, int], Stage] = {}
         on_gpu = state.table.device.type == "cuda"
         pool = torch.cuda.graph_pool_handle() if cuda_graphs and on_gpu else None
         self.programs: dict[tuple[Mode, Bucket], StepProgram] = {
@@ -120,10 +120,10 @@ class ProgramSet:
             if keys is None or key in keys
         }
 
-    def _stage(self, mode: Mode, bucket: Bucket) -> Stage:
-        key = (mode, bucket)
+    def _stage(self, mode: Mode, bucket: Bucket, layer: int) -> Stage:
+        key = (mode, bucket, layer)
         if key not in self._stages:
-            self._stages[key] = make_stage(self.state, mode, bucket, self.compiler)
+            self._stages[key] = make_stage(self.state, mode, bucket, self.compiler, layer)
         return self._stages[key]
 
     def order(self) -> list[tuple[Mode, Bucket]]:

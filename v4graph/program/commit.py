@@ -86,4 +86,5 @@ def _advance(table: Tensors, slots: Tensor, computed: Tensor, known: Tensor) -> 
     table["num_computed_tokens"].index_put_((slots,), computed, accumulate=True)
     table["num_tokens"].index_put_((slots,), known, accumulate=True)
     table["num_committed"].index_put_((slots,), computed)
+    table["num_appended"].index_put_((slots,), known)
     table["num_drafts"].index_put_((slots,), torch.zeros_like(computed))

@@ -14,12 +14,14 @@ from v4graph.program.variants import Variant
 from v4graph.spec.model import DsparkSpeculation
 
 
-def make_stage(state: ModelState, mode: Mode, bucket: Bucket, compiler: Compiler) -> Stage:
-    """The stage of `mode` in the plan's speculative mode."""
+def make_stage(
+    state: ModelState, mode: Mode, bucket: Bucket, compiler: Compiler, layer: int = 0
+) -> Stage:
+    """The stage of `mode` in the plan's speculative mode; `layer` as for `Stage`."""
     kinds = {}
     if state.plan.speculation.kind == "dspark":
         kinds = {Mode.DRAFT_EXTEND: ContextStage, Mode.DRAFT_DECODE: BlockStage}
-    return kinds.get(mode, Stage)(state, mode, bucket, compiler)
+    return kinds.get(mode, Stage)(state, mode, bucket, compiler, layer)
 
 
 def _mode(state: ModelState) -> DsparkSpeculation:

@@ -15,6 +15,7 @@ from torch import Tensor
 from v4graph.ops.rope import cos_sin
 from v4graph.plan.buffers import closing_ratios, mode_groups, mode_ropes
 from v4graph.plan.types import Bucket, GroupPlan, Mode, Plan
+from v4graph.program import chain
 
 Tensors = dict[str, Tensor]
 MODE_NUMBERS = {mode: i for i, mode in enumerate(Mode)}
@@ -31,6 +32,8 @@ class _Rows:
     """Tokens of each request; 0 for padding."""
     offset_T: Tensor
     """Index of each token within its request."""
+    req_T: Tensor
+    """Place of each token's request in the step."""
     slot_T: Tensor
     """Request-table row of each token; 0 for padding."""
     positions_T: Tensor
@@ -47,6 +50,7 @@ def prepare(
     freqs: Tensors,
     host: Tensors,
     buf: Tensors,
+    layer: int = 0,
 ) -> None:
     """Fill every buffer of `buf` from the host's lists and the request table.
 
@@ -55,6 +59,7 @@ def prepare(
         freqs: rotary frequencies `[dim / 2]` by rope entry.
         host: `slots [R]`, `query_lens [R]` and `step [1]`, int64.
         buf: the static buffers of this mode and bucket by name.
+        layer: the draft layer that the stage runs.
 
     Padded requests have `query_lens` 0 and slot 0; padded tokens sit at position 0 of the null
     request, write to the null row and list no rows.
@@ -63,18 +68,24 @@ def prepare(
     buf["stamp"][1:] = host["step"]
     if plan.mode(mode).layers == "none":
         return
-    rows = _rows(plan, mode, bucket, table, host)
+    rows = _rows(plan, mode, bucket, table, host, layer)
     buf["is_valid_token"].copy_(rows.valid_T)
     buf["positions"].copy_(rows.positions_T)
-    buf["input_ids"].copy_(torch.where(rows.valid_T, _input_ids(plan, mode, rows, table), 0))
+    input_ids = _input_ids(plan, mode, rows, table, layer)
+    buf["input_ids"].copy_(torch.where(rows.valid_T, input_ids, 0))
     if mode is Mode.TARGET_VERIFY:
         buf["num_drafts"].copy_((rows.lens_R - 1).clamp_min(0))
     if "logits_rows" in buf:
         buf["logits_rows"].copy_(rows.last_R)
     if "do_sample" in buf:
         buf["do_sample"].copy_(_due(mode, rows, table))
+    if mode is Mode.DRAFT_CHAIN:
+        valid, req, at = rows.valid_T, rows.req_T, rows.positions_T
+        chain.prepare_sources(table, host, bucket, layer, req, at, valid, buf)
+    drafting = plan.mode(mode).layers == "draft"
+    rotated = rows.positions_T + (plan.speculation.position_offset if drafting else 0)
     for rope, _ in mode_ropes(plan, mode):
-        cos, sin = cos_sin(rows.positions_T, freqs[rope])
+        cos, sin = cos_sin(rotated, freqs[rope])
         buf[f"rope.{rope}.cos"].copy_(cos)
         buf[f"rope.{rope}.sin"].copy_(sin)
     groups = mode_groups(plan, mode)
@@ -98,8 +109,13 @@ def _drafts_block(plan: Plan, mode: Mode) -> bool:
     return mode is Mode.DRAFT_DECODE and plan.speculation.block_size > 0
 
 
-def _rows(plan: Plan, mode: Mode, bucket: Bucket, table: Tensors, host: Tensors) -> _Rows:
+def _rows(
+    plan: Plan, mode: Mode, bucket: Bucket, table: Tensors, host: Tensors, layer: int
+) -> _Rows:
     slots, query_lens = host["slots"], host["query_lens"]
+    first, lens = _extent(plan, mode, table, slots, query_lens, layer)
+    if mode is Mode.DRAFT_CHAIN:
+        query_lens = lens
     index = torch.arange(bucket.num_tokens, device=slots.device)
     if bucket.tokens_per_req:
         starts = torch.arange(bucket.num_reqs, device=slots.device) * bucket.tokens_per_req
@@ -108,7 +124,6 @@ def _rows(plan: Plan, mode: Mode, bucket: Bucket, table: Tensors, host: Tensors)
         ends = query_lens.cumsum(0)
         starts = ends - query_lens
         req = torch.searchsorted(ends, index, right=True).clamp_max(bucket.num_reqs - 1)
-    first, lens = _extent(plan, mode, table, slots, query_lens)
     offset = index - starts[req]
     positions = first[req] + offset
     valid = offset < lens[req]
@@ -119,6 +134,7 @@ def _rows(plan: Plan, mode: Mode, bucket: Bucket, table: Tensors, host: Tensors)
         first_R=first,
         lens_R=lens,
         offset_T=offset,
+        req_T=req,
         slot_T=torch.where(valid, slots[req], 0),
         positions_T=torch.where(valid, positions, 0),
         valid_T=valid,
@@ -128,7 +144,7 @@ def _rows(plan: Plan, mode: Mode, bucket: Bucket, table: Tensors, host: Tensors)
 
 
 def _extent(
-    plan: Plan, mode: Mode, table: Tensors, slots: Tensor, query_lens: Tensor
+    plan: Plan, mode: Mode, table: Tensors, slots: Tensor, query_lens: Tensor, layer: int
 ) -> tuple[Tensor, Tensor]:
     """Position of every request's first token in this step, and its number of tokens."""
     computed, known = table["num_computed_tokens"][slots], table["num_tokens"][slots]
@@ -145,14 +161,16 @@ def _extent(
     if _drafts_block(plan, mode):
         due = taking_part & (computed + 1 == known)
         return computed, torch.where(due, plan.speculation.block_size, 0)
+    if mode is Mode.DRAFT_CHAIN:
+        return chain.chain_extent(table, slots, taking_part, layer)
     if mode is Mode.DRAFT_DECODE:
-        # Draft i comes from i - 1 rows behind the newest computed one.
+        # Each layer has made a draft at the newest computed row; the last one goes on behind it.
         drafts = table["num_drafts"][slots]
-        return computed - 1 + drafts, (taking_part & (drafts > 0)).to(torch.int64)
+        return computed - 1 + drafts - layer, (taking_part & (drafts > 0)).to(torch.int64)
     return computed, query_lens
 
 
-def _input_ids(plan: Plan, mode: Mode, rows: _Rows, table: Tensors) -> Tensor:
+def _input_ids(plan: Plan, mode: Mode, rows: _Rows, table: Tensors, layer: int) -> Tensor:
     slot, positions = rows.slot_T, rows.positions_T
     if _drafts_block(plan, mode):
         newest = table["token_ids"][slot, (positions - rows.offset_T).clamp_min(0)]
@@ -162,7 +180,10 @@ def _input_ids(plan: Plan, mode: Mode, rows: _Rows, table: Tensors) -> Tensor:
         known = table["token_ids"][slot, positions]
         return torch.where(rows.offset_T == 0, known, table["draft_tokens"][slot, draft])
     if mode is Mode.DRAFT_EXTEND:
-        return table["token_ids"][slot, positions + plan.speculation.tokens_ahead]
+        ahead = min(plan.speculation.tokens_ahead, 1)
+        return table["token_ids"][slot, positions + ahead]
+    if mode is Mode.DRAFT_CHAIN:
+        return chain.input_ids(table, slot, positions, layer)
     if mode is Mode.DRAFT_DECODE:
         newest = (table["num_drafts"][slot] - 1).clamp_min(0)
         return table["draft_tokens"][slot, newest]
@@ -175,8 +196,8 @@ def _due(mode: Mode, rows: _Rows, table: Tensors) -> Tensor:
     if mode in (Mode.TARGET_VERIFY, Mode.DRAFT_DECODE):
         return some
     known = table["num_tokens"][rows.slots_R]
-    # The main model decides the token behind the last known one, the draft layer one further.
-    behind = 1 if mode is Mode.DRAFT_EXTEND else 0
+    # The main model decides the token behind the last known one, draft layers further ones.
+    behind = 1 if mode in (Mode.DRAFT_EXTEND, Mode.DRAFT_CHAIN) else 0
     return some & (rows.first_R + rows.lens_R + behind == known)
 
 

@@ -22,6 +22,7 @@ from v4graph.model.sublayers import AttentionSublayer, FfnSublayer, Head, Residu
 from v4graph.plan.buffers import buffers, mode_groups
 from v4graph.plan.types import Bucket, GroupPlan, LayerPlan, Mode, Plan
 from v4graph.program import settle
+from v4graph.program.chain import hand_over
 from v4graph.program.compiler import Compiler
 from v4graph.program.prepare import MODE_NUMBERS, prepare
 from v4graph.program.table import RequestTable
@@ -34,6 +35,7 @@ _SETTLE = {
     Mode.DECODE: (settle.choose_greedy, settle.choose_sample),
     Mode.TARGET_VERIFY: (settle.verify_drafts_greedy, settle.verify_drafts_sample),
     Mode.DRAFT_EXTEND: (settle.draft_greedy, settle.draft_sample),
+    Mode.DRAFT_CHAIN: (settle.draft_greedy, settle.draft_sample),
     Mode.DRAFT_DECODE: (settle.draft_greedy, settle.draft_sample),
 }
 _PROCESS = {
@@ -41,6 +43,7 @@ _PROCESS = {
     Mode.DECODE: settle.process_choice,
     Mode.TARGET_VERIFY: settle.process_verified,
     Mode.DRAFT_EXTEND: settle.process,
+    Mode.DRAFT_CHAIN: settle.process,
     Mode.DRAFT_DECODE: settle.process,
 }
 _POISON = {torch.int64: -(2**62), torch.float32: float("nan"), torch.bool: True}
@@ -101,8 +104,11 @@ class ModelState:
 class Stage:
     """The buffers and regions of one mode at one bucket."""
 
-    def __init__(self, state: ModelState, mode: Mode, bucket: Bucket, compiler: Compiler) -> None:
-        self.state, self.mode, self.bucket = state, mode, bucket
+    def __init__(
+        self, state: ModelState, mode: Mode, bucket: Bucket, compiler: Compiler, layer: int = 0
+    ) -> None:
+        """`layer` is the draft layer that a stage of draft layers runs."""
+        self.state, self.mode, self.bucket, self.layer = state, mode, bucket, layer
         self._compiler = compiler
         device = state.table.device
         self.buffer_plans = [
@@ -119,11 +125,16 @@ class Stage:
         plan = state.plan
         self._prepare = self.region(
             "prepare",
-            lambda table, freqs, host, buf: prepare(plan, mode, bucket, table, freqs, host, buf),
+            lambda table, freqs, host, buf: prepare(
+                plan, mode, bucket, table, freqs, host, buf, layer
+            ),
         )
         kind = plan.mode(mode).layers
         self._layers = {"main": plan.layers, "draft": plan.speculation.layers, "none": ()}[kind]
         self._drafting = kind == "draft"
+        if self._drafting and plan.speculation.kind == "mtp":
+            self._layers = self._layers[layer : layer + 1]
+        self._hands_on = layer < plan.speculation.num_chained
         if self._layers:
             self._build_layers()
         if "do_sample" in self.buf:
@@ -148,7 +159,8 @@ class Stage:
 
     def region(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` as a region of this stage."""
-        key = f"{self.mode.value}[{self.bucket.num_tokens}x{self.bucket.num_reqs}].{name}"
+        which = f".{self.layer}" if self.layer else ""
+        key = f"{self.mode.value}{which}[{self.bucket.num_tokens}x{self.bucket.num_reqs}].{name}"
         self.regions[name] = self._compiler.region(key, fn, self.bucket.num_tokens)
         return self.regions[name]
 
@@ -158,6 +170,8 @@ class Stage:
         if self._drafting and isinstance(mode, MtpSpeculation):
             draft = DraftLayer(spec, mode)
             self._embed = self.region("embed", draft.enter)
+            if self.mode is Mode.DRAFT_CHAIN:
+                self._hand_over = self.region("hand_over", hand_over)
             self._head = self.region("head", draft.leave)
         else:
             self._embed = self.region("embed", head.embed)
@@ -196,12 +210,19 @@ class Stage:
         return logits, self._features(*kept) if targets else x
 
     def draft(self, streams: Tensor, host: Tensors, variant: Variant) -> Tensor:
-        """The draft layer over `streams [T, N, D]`, and a draft of each due row; their streams."""
-        w, top, buf = self.state.draft_layers[0], self.state.top, self.buf
+        """A draft layer over the stage before's `streams [T, N, D]`, and a draft of each due row.
+
+        Returns the due rows' streams, or those of all rows where another layer takes them over.
+        """
+        w, top, buf = self.state.draft_layers[self.layer], self.state.top, self.buf
+        if self.mode is Mode.DRAFT_CHAIN:
+            carried = self._table[f"carried_streams.{self.layer}"]
+            streams = self._hand_over(carried, host["slots"], buf, streams)
         z = self._embed(streams, buf["input_ids"], buf["positions"], top["embed.weight"], w)
-        logits, streams = self._head(self._run(z), buf["logits_rows"], w, top["head.weight"])
+        y = self._run(z)
+        logits, due = self._head(y, buf["logits_rows"], w, top["head.weight"])
         self.settle(host, logits, variant)
-        return streams
+        return y if self._hands_on else due
 
     def settle(self, host: Tensors, logits: Tensor, variant: Variant) -> Tensor:
         """Commit what the logits decide; new tokens after a stage of the main model."""
@@ -303,6 +324,9 @@ class Stage:
             return int((self.buf["num_drafts"] + (host["query_lens"] > 0)).sum())
         if self.mode is Mode.DRAFT_EXTEND:
             return int(self._table["num_committed"][host["slots"]].sum())
+        if self.mode is Mode.DRAFT_CHAIN:
+            committed = int(self._table["num_committed"][host["slots"]].sum())
+            return committed + self.layer * int((host["query_lens"] > 0).sum())
         if self.mode is Mode.DRAFT_DECODE:
             width = max(self.state.plan.speculation.block_size, 1)
             return int(self.buf["do_sample"].sum()) * width

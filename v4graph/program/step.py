@@ -77,7 +77,7 @@ class StepProgram:
         bucket: Bucket,
         compiler: Compiler,
         checked: bool,
-        stage: Callable[[Mode, Bucket], Stage] | None = None,
+        stage: Callable[[Mode, Bucket, int], Stage] | None = None,
         graph_pool: Any = None,
     ) -> None:
         """`stage` finds a stage that programs share; each has its own if left out. With a
@@ -86,9 +86,9 @@ class StepProgram:
         self._compiler = compiler
         self._tapes: dict[Variant, Tape | CapturedTape] = {}
         self._table = state.table.tensors()
-        find = stage or (lambda m, b: make_stage(state, m, b, compiler))
+        find = stage or (lambda m, b, layer: make_stage(state, m, b, compiler, layer))
         plans = state.plan.stages(mode, bucket)
-        self.stages: Sequence[Stage] = [find(p.mode, p.bucket) for p in plans]
+        self.stages: Sequence[Stage] = [find(p.mode, p.bucket, p.layer) for p in plans]
         self._repeats = [p.repeat for p in plans]
         self._graph_pool = graph_pool
         self._lists = HostLists(bucket.num_reqs, state.table.device)

@@ -19,6 +19,7 @@ _SCALARS = {
     "num_tokens": torch.int64,  # known tokens: prompt and generated
     "num_computed_tokens": torch.int64,  # tokens whose cache rows are valid
     "num_committed": torch.int64,  # of these, computed by the last step
+    "num_appended": torch.int64,  # tokens that the last step made known
     "num_drafts": torch.int64,  # drafts that follow the known tokens
     "temperature": torch.float32,
     "top_p": torch.float32,
@@ -37,6 +38,8 @@ class RequestTable:
         draft_tokens: `[S, k]` int64.
         draft_probs: `[S, k, V]` float32, what drafts of requests with a temperature were drawn
             from; without draft layers or sampling it has no elements.
+        carried_streams: `[S, N, D]` by draft layer behind the first: the streams of the layer
+            before at the row where this layer begins its next round (`program/chain.py`).
         rule_ints, rule_floats: rules over logits (`program/rules.py`); no columns if the plan's
             limits leave them out.
         block_tables: `[S, table_width]` int64 page ids by group; the null page where unassigned.
@@ -57,6 +60,12 @@ class RequestTable:
         stored = bool(plan.speculation.layers) and not plan.limits.greedy_only
         sampled = vocab_size if stored else 0
         self.draft_probs = torch.zeros(slots, k, sampled, device=device)
+        carried = (slots, *plan.speculation.stream_shape)
+        dtype = getattr(torch, plan.limits.dtype)
+        self.carried_streams = {
+            f"carried_streams.{i}": torch.zeros(carried, dtype=dtype, device=device)
+            for i in range(1, plan.speculation.num_chained + 1)
+        }
         ints, floats = empty_rules(slots, device)
         columns = None if plan.limits.logits_processing else 0
         self.rule_ints = ints[:, :columns].contiguous()
@@ -96,6 +105,7 @@ class RequestTable:
             "num_tokens": len(token_ids),
             "num_computed_tokens": num_computed_tokens,
             "num_committed": 0,
+            "num_appended": 0,
             "num_drafts": 0,
             "temperature": temperature,
             "top_p": top_p,
@@ -153,4 +163,5 @@ class RequestTable:
         tables = {f"block_table.{k}": v for k, v in self.block_tables.items()}
         drafts = {"draft_tokens": self.draft_tokens, "draft_probs": self.draft_probs}
         rules = {"rule_ints": self.rule_ints, "rule_floats": self.rule_floats}
+        drafts |= self.carried_streams
         return {"token_ids": self.token_ids, **drafts, **rules, **self.scalars, **tables}

@@ -57,7 +57,7 @@ _FEEDS = {"state": "compressed", "index_state": "index"}
 _NAMELESS = {
     "layers": {"count"},
     "speculative": {
-        *("num_draft_tokens", "num_layers", "mask_position_zero"),
+        *("num_draft_tokens", "num_layers", "mask_position_zero", "position_offset"),
         *("min_ngram", "max_ngram"),
         *("block_size", "target_layer_ids", "noise_token_id", "markov_rank"),
     },

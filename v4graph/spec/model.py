@@ -228,6 +228,9 @@ class MtpSpeculation(StoredDrafter):
     mask_position_zero: bool = False
     """Zero the token embedding of the row at position 0 (some engines do; the official code
     does not)."""
+    position_offset: Annotated[int, Field(ge=0, le=1)] = 0
+    """Rotary position of the draft row with the streams at t, less t. Attention sees differences
+    of positions alone, so this changes cached rows and roundings but no choice."""
 
 
 class DsparkSpeculation(StoredDrafter):

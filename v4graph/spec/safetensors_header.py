@@ -18,7 +18,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from v4graph.errors import SpecError
@@ -89,6 +89,26 @@ def official_name(name: str) -> str:
     return name
 
 
+def check_shard(name: str, file: object) -> str:
+    """The file that an index's weight_map gives for a tensor: a path inside the directory.
+
+    Links inside the directory may lead anywhere: download caches are made of them.
+
+    Raises:
+        ValueError: no text, an absolute path, or one that leaves the directory.
+    """
+    if not isinstance(file, str) or not file:
+        raise ValueError(f"weight_map says {file!r} for {name}; expected a file name")
+    outside = any(
+        path.anchor or ".." in path.parts for path in (PurePosixPath(file), PureWindowsPath(file))
+    )
+    if outside or "\0" in file:
+        raise ValueError(
+            f"weight_map says {file!r} for {name}; expected a path inside the checkpoint directory"
+        )
+    return file
+
+
 def read_checkpoint(directory: Path) -> StoredCheckpoint:
     """Headers of all shards in `directory`; no tensors if it holds no safetensors file.
 
@@ -143,10 +163,13 @@ def _shards(directory: Path) -> list[str]:
     if not index.is_file():
         return sorted(path.name for path in directory.glob("*.safetensors"))
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as fault:
+        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as fault:
         raise SpecError(f"{INDEX_FILE}: expected a JSON object with a weight_map") from fault
+    try:
+        return sorted({check_shard(name, file) for name, file in weight_map.items()})
+    except ValueError as fault:
+        raise SpecError(f"{INDEX_FILE}: {fault}") from fault
 
 
 def _unstacked(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
