@@ -146,5 +146,5 @@ class Checkpoint:
         return matrix[:half] if place.part == "w1" else matrix[half:]
 
     def close(self) -> None:
-        """Let go of the mapped files."""
+        """Let go of the mapped files; reading opens them again."""
         self._open.clear()

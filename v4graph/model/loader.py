@@ -2,7 +2,7 @@
 
 Headers are compared with the inventory before any value is read. Then tensors are read one at a
 time, file by file, and copied to where they stay; the experts of a layer into one tensor of all. So
-the resident set is the parameters, one or two mapped files and one decoded tensor.
+the resident set is the parameters, one mapped file and one decoded tensor.
 """
 
 from __future__ import annotations
@@ -158,8 +158,14 @@ class _Load:
 
     def run(self, place: Callable[[TensorEntry], None], progress: Progress | None) -> None:
         """Place every tensor, in the order of the files; `out` has that of the inventory."""
-        in_files = sorted(self._entries, key=lambda e: self._checkpoint.place(e.name).file)
+
+        def file_of(entry: TensorEntry) -> Path:
+            return self._checkpoint.place(entry.name).file
+
+        in_files = sorted(self._entries, key=file_of)
         for i, entry in enumerate(in_files):
+            if i and file_of(entry) != file_of(in_files[i - 1]):
+                self._checkpoint.close()  # what was read of a mapped file counts as resident
             place(entry)
             if progress is not None:
                 progress("load", i + 1, len(in_files))

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from v4graph.spec.check_shapes import FP8_DS_GROUP
 from v4graph.spec.hf_fields import FIXED, IRRELEVANT, Fields, raise_errors
 from v4graph.spec.hf_layers import draft_kind, layer_patterns, layer_plan
 from v4graph.spec.hf_weights import draft_layers, weight_formats
@@ -69,7 +70,8 @@ def import_config(
     formats, format_source = weight_formats(fields, stored, notes)
     mtp = draft_layers(fields, stored, notes)
     draft = draft_kind(fields, plan) if mtp else None
-    quantised = formats["linear"] == "fp8_block"
+    unrotated = head_dim - rope_dim
+    fp8_rows = formats["linear"] == "fp8_block" and unrotated > 0 and unrotated % FP8_DS_GROUP == 0
     used = set(plan.attention) | ({draft} if draft else set())
     attention = _attention(fields, head_dim, used)
     ropes = {entry["rope"] for entry in attention.values() if "rope" in entry}
@@ -87,7 +89,7 @@ def import_config(
             "eps": fields.number("hc_eps"),
         },
         "rope": {key: value for key, value in rope.items() if key in ropes},
-        "cache_groups": _cache_groups(fields, plan.csa_ratio, plan.hca_ratio, used, quantised),
+        "cache_groups": _cache_groups(fields, plan.csa_ratio, plan.hca_ratio, used, fp8_rows),
         "attention": attention,
         "ffn": _ffn(fields, set(plan.ffn) | ({"routed"} if mtp else set())),
         "layers": layer_patterns(plan),
@@ -104,7 +106,7 @@ def import_config(
         }
     fields.finish({*IRRELEVANT, *ignored})
     raise_errors(errors)
-    return ImportedSpec(data, _sources(plan.source, format_source, stored, quantised), tuple(notes))
+    return ImportedSpec(data, _sources(plan.source, format_source, stored, fp8_rows), tuple(notes))
 
 
 def _token_ids(fields: Fields) -> dict[str, Any]:
@@ -189,11 +191,11 @@ def _yarn(block: Fields) -> dict[str, Any]:
 
 
 def _cache_groups(
-    fields: Fields, csa_ratio: int, hca_ratio: int, used: set[str], quantised: bool
+    fields: Fields, csa_ratio: int, hca_ratio: int, used: set[str], fp8_rows: bool
 ) -> dict[str, Any]:
     kv: dict[str, Any] = {"dim": fields.integer("head_dim")}
     index: dict[str, Any] = {"dim": fields.integer("index_head_dim")} if "csa" in used else {}
-    if quantised:
+    if fp8_rows:
         kv["format"], index["format"] = "fp8_ds", "fp8"
     window = fields.integer("sliding_window")
     groups: dict[str, Any] = {
@@ -305,10 +307,8 @@ def _whole(value: float) -> float:
     return int(value) if value == int(value) else value
 
 
-def _sources(
-    layers: str, formats: str, stored: StoredCheckpoint, quantised: bool
-) -> dict[str, str]:
-    rows = "those of public engines for FP8 weights" if quantised else "the compute dtype"
+def _sources(layers: str, formats: str, stored: StoredCheckpoint, fp8_rows: bool) -> dict[str, str]:
+    rows = "those of public engines for FP8 weights" if fp8_rows else "the compute dtype"
     return {
         "norm_eps": "rms_norm_eps",
         "residual": "hc_mult, hc_sinkhorn_iters, hc_eps",
