@@ -183,3 +183,24 @@ def test_parameters_do_not_lie_in_the_files(tmp_path: Path) -> None:
     kept = before.clone()
     path.write_bytes(bytes(path.stat().st_size))
     assert torch.equal(before, kept)
+
+
+def test_parameters_go_to_the_device_that_is_named(tmp_path: Path) -> None:
+    """The meta device stands for a GPU: it has shapes, and nothing is left on the CPU."""
+    spec = quantised_spec()
+    save(stored_tensors(spec), tmp_path)
+    here = load_quantised(spec, tmp_path, torch.bfloat16)
+    there = load_quantised(spec, tmp_path, torch.bfloat16, device=torch.device("meta"))
+    assert list(there) == list(here)
+    for name, value in there.items():
+        assert type(value) is type(here[name])
+        for got, expected in zip(parts(value), parts(here[name]), strict=True):
+            assert got.is_meta, name
+            assert (got.shape, got.dtype) == (expected.shape, expected.dtype), name
+
+
+def parts(value: Tensor | Fp8Block | Fp4) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    first = value.weight if isinstance(value, Fp8Block) else value.packed
+    return [first, value.scale]

@@ -19,8 +19,8 @@ from torch import Tensor
 from v4graph.errors import WeightsError
 from v4graph.spec.safetensors_header import INDEX_FILE, STACKED_EXPERTS, official_name
 
-_MAX_OPEN = 2
-"""Files held open: one that is read in order, and one for a scale that lies elsewhere."""
+_MAX_OPEN = 4
+"""Files held open: the one that is read in order, and some for scales that lie elsewhere."""
 
 
 @dataclass(frozen=True)
