@@ -15,7 +15,8 @@ from torch import Tensor
 from tests.support import hf
 from tests.support.tiny import Tiny
 from v4graph.errors import WeightsError
-from v4graph.model.loader import Checkpoint, load_params
+from v4graph.model.checkpoint import Checkpoint
+from v4graph.model.loader import load_params
 from v4graph.model.params import random_params, unstack_experts
 from v4graph.spec.safetensors_header import INDEX_FILE
 
@@ -160,17 +161,17 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "shape": (_put(QUERY, lambda v: v[:-1]), f"tensor {QUERY}: shape (23, 32), expected (24, 32)"),
     "transposed": (_put(QUERY, torch.t), f"tensor {QUERY}: shape (32, 24), expected (24, 32)"),
     "expert shape": (_put(EXPERT, lambda v: v[:, :-1]), f"tensor {EXPERT}: shape (32, 31)"),
-    "table as bf16": (_put(TABLE, Tensor.bfloat16), f"tensor {TABLE}: dtype torch.bfloat16"),
-    "table as i32": (_put(TABLE, Tensor.int), f"tensor {TABLE}: dtype torch.int32"),
+    "table as bf16": (_put(TABLE, Tensor.bfloat16), f"tensor {TABLE}: dtype BF16, expected I64"),
+    "table as i32": (_put(TABLE, Tensor.int), f"tensor {TABLE}: dtype I32, expected I64"),
     "fp8 without scale": (
         _put(QUERY, lambda v: v.to(torch.float8_e4m3fn)),
-        f"tensor {QUERY}: dtype torch.float8_e4m3fn without a scale",
+        f"tensor {QUERY}: dtype F8_E4M3 without a scale",
     ),
     "float with scale": (
         lambda t: t.update({QUERY.replace("weight", "scale"): torch.ones(1, 1)}),
-        f"tensor {QUERY}: dtype torch.float32 with a scale",
+        f"tensor {QUERY}: dtype F32 with a scale",
     ),
-    "integers": (_put(QUERY, Tensor.char), f"tensor {QUERY}: dtype torch.int8 without a scale"),
+    "integers": (_put(QUERY, Tensor.char), f"tensor {QUERY}: dtype I8 without a scale"),
     "scale of nothing": (
         lambda t: t.update({"layers.9.attn.wq_a.scale": torch.ones(1, 1)}),
         "unknown layers.9.attn.wq_a.scale",

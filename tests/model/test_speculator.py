@@ -63,7 +63,7 @@ def test_kinds_are_told_by_names() -> None:
     assert find_speculator(STORED) == Speculator("mtp", "mtp.0.e_proj.weight", 1)
     two = [*STORED, *(k.replace("mtp.0.", "mtp.1.") for k in STORED)]
     assert find_speculator(two).num_layers == 2
-    assert find_speculator(DSPARK) == Speculator("dspark", "mtp.0.main_norm.weight")
+    assert find_speculator(DSPARK) == Speculator("dspark", "mtp.0.main_norm.weight", 3)
     last = [*MAIN, "mtp.2.markov_head.markov_w1.weight", "mtp.0.attn.wkv.weight"]
     assert find_speculator(last).kind == "dspark"
     assert find_speculator([*STORED, "mtp.0.main_proj.weight"]).kind == "unknown"

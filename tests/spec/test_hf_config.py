@@ -327,7 +327,16 @@ DSPARK = {
 
 
 @pytest.mark.parametrize(
-    "tensors", [{}, {"embed__weight": "BF16", "mtp__0__main_proj__weight": "F8_E4M3"}]
+    "tensors",
+    [
+        {},
+        {
+            "embed__weight": "BF16",
+            "mtp__0__main_proj__weight": "F8_E4M3",
+            "mtp__1__attn__wkv__weight": "F8_E4M3",
+            "mtp__2__markov_head__markov_w1__weight": "BF16",
+        },
+    ],
 )
 def test_dspark_by_the_keys_or_the_tensors(tensors: dict[str, str], tmp_path: Path) -> None:
     """`num_nextn_predict_layers` is 1 in these files, and says nothing about their drafter."""

@@ -11,6 +11,7 @@ from v4graph.cli.bench import app as bench_app
 from v4graph.cli.explain import app as explain_app
 from v4graph.cli.generate import generate
 from v4graph.cli.import_checkpoint import import_command
+from v4graph.cli.make_random import make_random
 from v4graph.cli.serve import serve
 from v4graph.errors import V4GraphError
 from v4graph.server.version import package_version
@@ -49,6 +50,7 @@ app.command()(serve)
 app.add_typer(explain_app, name="explain")
 app.add_typer(bench_app, name="bench")
 app.command("import")(import_command)
+app.command("make-random")(make_random)
 
 
 @app.command()

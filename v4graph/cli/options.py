@@ -131,7 +131,7 @@ def build_engine(
     from v4graph.engine.engine import EngineConfig, LLMEngine
 
     times = StageTimes()
-    with _progress_bar(quiet) as show:
+    with progress_bar(quiet) as show:
 
         def progress(stage: str, done: int, total: int) -> None:
             times.note(stage)
@@ -167,7 +167,8 @@ def weights_directory(spec_name: str, weights: Path | None) -> Path:
 
 
 @contextmanager
-def _progress_bar(quiet: bool) -> Iterator[Progress]:
+def progress_bar(quiet: bool) -> Iterator[Progress]:
+    """A function that shows (stage, done, total) as a bar, on a terminal's stderr only."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar

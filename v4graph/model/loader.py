@@ -1,135 +1,47 @@
-"""Read a checkpoint directory: every tensor of the plan's inventory, no more and no less."""
+"""Load a checkpoint: every tensor of the plan's inventory, no more and no less.
+
+Headers are compared with the inventory before any value is read. Then tensors are read one at a
+time, file by file, and copied to where they stay; the experts of a layer into one tensor of all. So
+the resident set is the parameters, one mapped file and one decoded tensor.
+"""
 
 from __future__ import annotations
 
 import difflib
-import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from v4graph.errors import WeightsError
-from v4graph.model.params import logical_entries, stack_experts
-from v4graph.model.quant import FP4_GROUP, FP8_BLOCK, decode_fp4, decode_fp8
-from v4graph.plan.weights import TensorEntry, draft_inventory
-from v4graph.spec.model import ModelSpec, MtpSpeculation
-from v4graph.spec.safetensors_header import (
-    INDEX_FILE,
-    STACKED_EXPERTS,
-    check_shard,
-    official_name,
+from v4graph.model.checkpoint import Checkpoint
+from v4graph.model.params import expert_place, logical_entries
+from v4graph.model.quant import (
+    FP4_GROUP,
+    FP8_BLOCK,
+    Fp4,
+    Fp8Block,
+    count_nan,
+    scale_shape_fp4,
+    scale_shape_fp8,
+    stored_scale,
 )
-from v4graph.spec.speculator import SHOWN, STORED_KINDS, find_speculator
+from v4graph.plan.weights import TensorEntry, draft_inventory
+from v4graph.spec.model import ModelSpec, StoredDrafter
+from v4graph.spec.speculator import SHOWN, find_speculator
 
 Progress = Callable[[str, int, int], None]
-_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+StoredParam = Tensor | Fp8Block | Fp4
+"""A parameter of `load_quantised`: plain, or as its file stores it."""
+Format = Literal["plain", "fp8_block", "fp4"]
 
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor is stored; `part` and `expert` pick a matrix out of stacked experts."""
-
-    file: Path
-    stored: str
-    part: str = ""
-    expert: int = 0
-
-
-class Checkpoint:
-    """Open safetensors files of a directory, with or without an index; tensors are read lazily.
-
-    Names are the published ones, whichever of the known schemes the files use (see
-    `v4graph.spec.safetensors_header`).
-    """
-
-    _index: dict[str, str]
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        if not directory.is_dir():
-            raise WeightsError(f"{directory}: not a directory; expected a checkpoint directory")
-        index = directory / INDEX_FILE
-        self._index = {}
-        files = self._indexed(index) if index.is_file() else sorted(directory.glob("*.safetensors"))
-        if not files:
-            raise WeightsError(f"{directory}: no *.safetensors file and no {index.name}")
-        self._handles = {}
-        self._where: dict[str, _Place] = {}
-        for file in files:
-            try:
-                handle = safe_open(file, framework="pt")
-            except (OSError, SafetensorError) as e:
-                raise WeightsError(f"{file}: cannot be read as safetensors: {e}") from e
-            self._handles[file] = handle
-            # The index is authoritative: a stale copy in another file does not count.
-            for stored in handle.keys():  # noqa: SIM118 (not a mapping)
-                if self._index and directory / self._index.get(stored, "") != file:
-                    continue
-                for name, place in self._places(file, stored):
-                    if name in self._where:
-                        raise WeightsError(
-                            f"{directory}: tensor {name} is in {self._where[name].file.name} and "
-                            f"in {file.name}, and no index says which one counts"
-                        )
-                    self._where[name] = place
-        held = {p.stored for p in self._where.values()}
-        missing = [n for n in self._index if n not in held]
-        if missing:
-            raise WeightsError(
-                f"{index}: says that {self._index[missing[0]]} holds {missing[0]}, but it does "
-                f"not ({len(missing)} such tensor(s))"
-            )
-
-    def _places(self, file: Path, stored: str) -> Iterator[tuple[str, _Place]]:
-        name = official_name(stored)
-        stacked = STACKED_EXPERTS.match(name)
-        if stacked is None:
-            yield name, _Place(file, stored)
-            return
-        prefix, which, suffix = stacked.groups()
-        parts = ("w1", "w3") if which == "gate_up_proj" else ("w2",)
-        for expert in range(self._handles[file].get_slice(stored).get_shape()[0]):
-            for part in parts:
-                official = f"{prefix}.{expert}.{part}{suffix or '.weight'}"
-                yield official, _Place(file, stored, part, expert)
-
-    def _indexed(self, index: Path) -> list[Path]:
-        try:
-            self._index = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError) as e:
-            raise WeightsError(f"{index}: expected JSON with a weight_map: {e}") from e
-        try:
-            files = sorted({self.directory / check_shard(n, f) for n, f in self._index.items()})
-        except ValueError as e:
-            raise WeightsError(f"{index}: {e}") from e
-        for f in files:
-            if not f.is_file():
-                raise WeightsError(f"{index}: names {f.name}, which is not in {self.directory}")
-        return files
-
-    def names(self) -> set[str]:
-        """Published names of all tensors."""
-        return set(self._where)
-
-    def file_of(self, name: str) -> str:
-        """Name of the file that holds a tensor."""
-        return self._where[name].file.name
-
-    def read(self, name: str) -> Tensor:
-        """One tensor as stored."""
-        place = self._where[name]
-        handle = self._handles[place.file]
-        if not place.part:
-            return handle.get_tensor(place.stored)
-        matrix = handle.get_slice(place.stored)[place.expert]
-        if place.part == "w2":
-            return matrix
-        half = matrix.shape[0] // 2
-        return matrix[:half] if place.part == "w1" else matrix[half:]
+_FLOATS = ("F32", "BF16", "F16")
+_SCALES = ("F8_E8M0", "F32", "U8")
+_SHOWN = 20
 
 
 def load_params(
@@ -145,40 +57,195 @@ def load_params(
     float32, routing tables int64.
 
     Args:
+        progress: called with ("load", tensors done, tensors in all).
         speculative: the speculative mode to load for. One that stores no weights leaves draft
             layers in the files unread; one that does must find its own kind there. If left out,
             the spec's draft layers are read, where the files hold any.
 
+    Returns:
+        Tensors by name (see `v4graph.model.params`), on the CPU.
+
     Raises:
         WeightsError: draft layers of another kind than the mode's, or none; missing, unknown,
-            misshapen or undecodable tensors, each by name.
+            misshapen or undecodable tensors, all of them by name.
     """
-    checkpoint = Checkpoint(directory)
+    load = _Load(spec, directory, dtype, torch.device("cpu"), speculative)
+
+    def place(entry: TensorEntry) -> None:
+        stored = load.read(entry)
+        target = load.dtype_of(entry)
+        value = stored if isinstance(stored, Tensor) else stored.dequantise(target)
+        load.put(entry.name, [value], [target])
+
+    load.run(place, progress)
+    return {key: parts[0] for key, parts in load.out.items()}
+
+
+def load_quantised(
+    spec: ModelSpec,
+    directory: Path,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    device: torch.device | None = None,
+    speculative: str | None = None,
+) -> dict[str, StoredParam]:
+    """Load and stack a checkpoint without decoding it.
+
+    As `load_params`, but FP8 and FP4 weights stay what their files hold: codes and scales, experts
+    stacked along a first axis `E`. `dequantise()` of each is bit for bit what `load_params` gives.
+
+    Args:
+        device: where the parameters go, one by one; the CPU if left out.
+
+    Raises:
+        WeightsError: what `load_params` raises; experts of one layer in different formats; FP8
+            gate and up matrices whose rows are no multiple of 128, for stacked they would share a
+            block.
+    """
+    load = _Load(spec, directory, dtype, device or torch.device("cpu"), speculative)
+    kept: dict[str, Format] = {}
+
+    def place(entry: TensorEntry) -> None:
+        stored = load.read(entry)
+        if isinstance(stored, Fp8Block):
+            parts, form = [stored.weight, stored.scale], "fp8_block"
+        elif isinstance(stored, Fp4):
+            parts, form = [stored.packed, stored.scale], "fp4"
+        else:
+            parts, form = [stored], "plain"
+        where = f"{directory}: tensor {entry.name}"
+        stack = expert_place(entry.name)
+        if form == "fp8_block" and stack and stack.halves > 1 and entry.shape[0] % FP8_BLOCK:
+            raise WeightsError(
+                f"{where}: {entry.shape[0]} rows; kept as FP8 w1 and w3 are stacked, which takes a "
+                f"multiple of {FP8_BLOCK}"
+            )
+        dtypes = [load.dtype_of(entry)] if form == "plain" else [p.dtype for p in parts]
+        key = load.key(entry.name)
+        known = (kept.setdefault(key, form), [p.dtype for p in load.out.get(key, [])] or dtypes)
+        if known != (form, dtypes):
+            raise WeightsError(
+                f"{where}: {form} of {dtypes}; the experts before it are {known[0]} of {known[1]}, "
+                "and kept as stored they must agree"
+            )
+        load.put(entry.name, parts, dtypes)
+
+    load.run(place, progress)
+    wrap: dict[Format, Callable[..., StoredParam]] = {"fp8_block": Fp8Block, "fp4": Fp4}
+    return {key: wrap.get(kept[key], _only)(*parts) for key, parts in load.out.items()}
+
+
+def _only(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of the inventory as the checkpoint has it."""
+
+    form: Format
+    scale: str
+    """Name of its scale; empty for a plain one."""
+
+
+class _Load:
+    """One pass over a checkpoint."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        directory: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        speculative: str | None,
+    ) -> None:
+        self._checkpoint = Checkpoint(directory)
+        self._dtype, self._device = dtype, device
+        self._entries, names = _wanted(spec, self._checkpoint, speculative)
+        self._stored = _check(self._checkpoint, self._entries, names)
+        places = (expert_place(e.name) for e in self._entries)
+        self._stack_size = Counter(p.key for p in places if p and p.half == 0)
+        gates = (e for e in self._entries if e.name.endswith(".gate.weight"))
+        self._experts = {e.name.removesuffix("weight"): e.shape[0] for e in gates}
+        self.out: dict[str, list[Tensor]] = {}
+        """By parameter: its tensor, or codes and scales."""
+
+    def run(self, place: Callable[[TensorEntry], None], progress: Progress | None) -> None:
+        """Place every tensor, in the order of the files; `out` has that of the inventory."""
+
+        def file_of(entry: TensorEntry) -> Path:
+            return self._checkpoint.place(entry.name).file
+
+        in_files = sorted(self._entries, key=file_of)
+        for i, entry in enumerate(in_files):
+            if i and file_of(entry) != file_of(in_files[i - 1]):
+                self._checkpoint.close()  # what was read of a mapped file counts as resident
+            place(entry)
+            if progress is not None:
+                progress("load", i + 1, len(in_files))
+        self._checkpoint.close()
+        order = dict.fromkeys(self.key(e.name) for e in self._entries)
+        self.out = {key: self.out[key] for key in order}
+
+    def key(self, name: str) -> str:
+        """The parameter that a tensor of the checkpoint is, or is a part of."""
+        place = expert_place(name)
+        return place.key if place else name
+
+    def dtype_of(self, entry: TensorEntry) -> torch.dtype:
+        """Dtype of a tensor that is plain or decoded."""
+        return {"F32": torch.float32, "I64": torch.int64}.get(entry.dtype, self._dtype)
+
+    def read(self, entry: TensorEntry) -> StoredParam:
+        """A tensor as stored, its values checked as far as codes can be wrong."""
+        where = f"{self._checkpoint.directory}: tensor {entry.name}"
+        value, stored = self._checkpoint.read(entry.name), self._stored[entry.name]
+        if entry.dtype == "I64":
+            _check_table(where, value, self._experts[entry.name.removesuffix("tid2eid")])
+        if stored.form == "plain":
+            return value
+        scale = stored_scale(self._checkpoint.read(stored.scale))
+        if bad := count_nan(scale):
+            raise WeightsError(f"{where}: {bad} of {scale.numel()} scales are NaN or infinite")
+        if stored.form == "fp4":
+            return Fp4(value.view(torch.uint8), scale)
+        if bad := count_nan(value):
+            raise WeightsError(f"{where}: {bad} of {value.numel()} e4m3 codes are NaN")
+        return Fp8Block(value, scale)
+
+    def put(self, name: str, parts: list[Tensor], dtypes: list[torch.dtype]) -> None:
+        """Copy a tensor's parts to where they stay, which outlives the mapped file."""
+        place, key = expert_place(name), self.key(name)
+        if key not in self.out:
+            shapes = [list(p.shape) for p in parts]
+            if place:
+                experts = self._stack_size[key]
+                shapes = [[experts, rows * place.halves, *rest] for rows, *rest in shapes]
+            self.out[key] = [
+                torch.empty(shape, dtype=dtype, device=self._device)
+                for shape, dtype in zip(shapes, dtypes, strict=True)
+            ]
+        for whole, part in zip(self.out[key], parts, strict=True):
+            own = whole[place.expert].chunk(place.halves)[place.half] if place else whole
+            own.copy_(part)
+
+
+def _wanted(
+    spec: ModelSpec, checkpoint: Checkpoint, speculative: str | None
+) -> tuple[list[TensorEntry], set[str]]:
+    """The inventory without scales, and the names in the files that it has to account for; both
+    without draft layers where these are not read."""
+    entries, names = logical_entries(spec), checkpoint.names()
     draft = {e.name for e in draft_inventory(spec)}
-    names = checkpoint.names()
-    entries = logical_entries(spec)
     if not _reads_draft_layers(spec, checkpoint, speculative):
         entries = [e for e in entries if e.name not in draft]
         names = {n for n in names if not (n.startswith("mtp.") and (draft or speculative))}
-    wanted = {e.name for e in entries}
-    scales = {n.removesuffix("weight") + "scale" for n in wanted if n.endswith(".weight")}
-    _check_names(directory, wanted, names, scales)
-    gates = (e for e in entries if e.name.endswith(".gate.weight"))
-    experts = {e.name.removesuffix("weight"): e.shape[0] for e in gates}
-    tensors = {}
-    for i, entry in enumerate(entries):
-        tensors[entry.name] = _decode(checkpoint, entry, dtype)
-        if entry.dtype == "I64":
-            count = experts[entry.name.removesuffix("tid2eid")]
-            _check_table(f"{directory}: tensor {entry.name}", tensors[entry.name], count)
-        if progress is not None:
-            progress("load", i + 1, len(entries))
-    return stack_experts(tensors)
+    return entries, names
 
 
 def _reads_draft_layers(spec: ModelSpec, checkpoint: Checkpoint, speculative: str | None) -> bool:
     """Whether to load `mtp.*` tensors, once those in the files are known to be the mode's kind."""
-    stored = {name: m for name, m in spec.speculative.items() if m.kind in STORED_KINDS}
+    stored = {name: m for name, m in spec.speculative.items() if isinstance(m, StoredDrafter)}
     if speculative is not None:
         stored = {name: m for name, m in stored.items() if name == speculative}
     if not stored:
@@ -189,13 +256,17 @@ def _reads_draft_layers(spec: ModelSpec, checkpoint: Checkpoint, speculative: st
         return False
     needed = found.kind == mode.kind
     wanted, held = SHOWN[mode.kind], SHOWN[found.kind]
-    if needed and isinstance(mode, MtpSpeculation) and found.num_layers != mode.num_layers:
+    if needed and found.num_layers != mode.num_layers:
         needed = False
-        wanted, held = f"{mode.num_layers} {wanted}", f"{found.num_layers} of them"
+        count = mode.num_layers
+        wanted = f"{count} {wanted}" if mode.kind == "mtp" else f"{wanted} of {count} layers"
+        held = f"{found.num_layers} of them"
     if needed:
         return True
-    where = f" ({found.evidence} in {checkpoint.file_of(found.evidence)})" if found.evidence else ""
+    where = found.evidence
+    where = f" ({where} in {checkpoint.place(where).file.name})" if where else ""
     free = [n for n, m in spec.speculative.items() if m.kind in ("none", "ngram", found.kind)]
+    free = [n for n in free if n != name]
     choices = " or ".join(f"--speculative {n}" for n in dict.fromkeys(("none", *free)))
     raise WeightsError(
         f"{checkpoint.directory}: speculative mode {name!r} needs {wanted}, but the files hold "
@@ -204,57 +275,78 @@ def _reads_draft_layers(spec: ModelSpec, checkpoint: Checkpoint, speculative: st
     )
 
 
-def _check_names(directory: Path, wanted: set[str], found: set[str], scales: set[str]) -> None:
+def _check(
+    checkpoint: Checkpoint, entries: Iterable[TensorEntry], found: set[str]
+) -> Mapping[str, _Stored]:
+    """Compare `found` names, dtypes and shapes with the inventory; how each tensor is stored.
+
+    A tensor is decoded by its own dtype: quantised if a scale is there, never by a config string.
+
+    Raises:
+        WeightsError: all that differ.
+    """
+    wanted = {e.name: e for e in entries}
+    scales = {n.removesuffix("weight") + "scale" for n in wanted if n.endswith(".weight")}
+    unread = found - wanted.keys() - scales
     problems = []
-    unread = found - wanted - scales
-    for name in sorted(wanted - found):
+    for name in sorted(wanted.keys() - found):
         close = difflib.get_close_matches(name, unread, 1)
         problems.append(f"missing {name}" + (f" (found {close[0]})" if close else ""))
     problems += [f"unknown {name}: nothing in the spec reads it" for name in sorted(unread)]
+    stored: dict[str, _Stored] = {}
+    for name, entry in wanted.items():
+        if name in found:
+            fault = _fault(checkpoint, entry, stored)
+            problems += [f"tensor {name}: {fault}"] if fault else []
     if problems:
-        shown = "\n  ".join(problems[:20])
-        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise WeightsError(f"{directory}: {len(problems)} tensor(s) differ:\n  {shown}{more}")
+        shown = "\n  ".join(problems[:_SHOWN])
+        more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise WeightsError(
+            f"{checkpoint.directory}: {len(problems)} tensor(s) differ:\n  {shown}{more}"
+        )
+    return stored
 
 
-def _check_scale(where: str, scale: Tensor, expected: tuple[int, ...]) -> None:
-    """Broadcasting or cutting a scale of another shape would load a wrong model in silence."""
-    if tuple(scale.shape) != expected:
-        raise WeightsError(f"{where}: scale of shape {tuple(scale.shape)}, expected {expected}")
+def _fault(checkpoint: Checkpoint, entry: TensorEntry, stored: dict[str, _Stored]) -> str:
+    """What is wrong with a tensor's header; notes in `stored` how it is stored if nothing is."""
+    place = checkpoint.place(entry.name)
+    dtype, shape = place.dtype, place.shape
+    name = entry.name.removesuffix("weight") + "scale" if entry.name.endswith("weight") else ""
+    scale = checkpoint.place(name) if name in checkpoint else None
+    if entry.dtype == "I64" and dtype != "I64":
+        return f"dtype {dtype}, expected I64"
+    form = _form(dtype, scale is not None) if entry.dtype != "I64" else "plain"
+    if form is None:
+        return (
+            f"dtype {dtype} {'with' if scale else 'without'} a scale; expected "
+            f"{', '.join(_FLOATS)} without, or F8_E4M3 or I8 (packed e2m1) with one"
+        )
+    logical = (*shape[:-1], shape[-1] * 2) if form == "fp4" and shape else shape
+    if logical != entry.shape:
+        return f"shape {logical}, expected {entry.shape}"
+    if scale is not None:
+        if len(shape) != 2 or (form == "fp4" and logical[-1] % FP4_GROUP):
+            return f"shape {logical} cannot be {form}; expected a matrix of whole groups"
+        fits = scale_shape_fp8(shape) if form == "fp8_block" else scale_shape_fp4(shape)
+        # Broadcasting or cutting another shape would load a wrong model in silence.
+        if scale.shape != fits:
+            return f"scale of shape {scale.shape}, expected {fits}"
+        if scale.dtype not in _SCALES:
+            return f"scale of dtype {scale.dtype}, expected one of {', '.join(_SCALES)}"
+    stored[entry.name] = _Stored(form, name if scale else "")
+    return ""
+
+
+def _form(dtype: str, scaled: bool) -> Format | None:
+    if dtype in _FLOATS:
+        return None if scaled else "plain"
+    if not scaled:
+        return None
+    quantised: dict[str, Format] = {"F8_E4M3": "fp8_block", "I8": "fp4", "U8": "fp4"}
+    return quantised.get(dtype)
 
 
 def _check_table(where: str, table: Tensor, experts: int) -> None:
     bad = table[(table < 0) | (table >= experts)]
     if bad.numel():
         raise WeightsError(f"{where}: expert id {int(bad[0])}, expected 0 to {experts - 1}")
-
-
-def _decode(checkpoint: Checkpoint, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
-    """Decode by the stored dtype: quantised if a scale is there, never by a config string."""
-    where = f"{checkpoint.directory}: tensor {entry.name}"
-    stored = checkpoint.read(entry.name)
-    scale_name = entry.name.removesuffix("weight") + "scale"
-    scale = checkpoint.read(scale_name) if scale_name in checkpoint.names() else None
-    if entry.dtype == "I64":
-        if stored.dtype is not torch.int64:
-            raise WeightsError(f"{where}: dtype {stored.dtype}, expected int64")
-        value = stored
-    elif stored.dtype is torch.float8_e4m3fn and scale is not None:
-        _check_scale(where, scale, tuple(-(-n // FP8_BLOCK) for n in stored.shape))
-        value = decode_fp8(stored, scale)
-    elif stored.dtype in (torch.int8, torch.uint8) and scale is not None:
-        _check_scale(where, scale, (*stored.shape[:-1], stored.shape[-1] * 2 // FP4_GROUP))
-        value = decode_fp4(stored, scale)
-    elif stored.dtype in _FLOATS and scale is None:
-        value = stored
-    else:
-        state = "with" if scale is not None else "without"
-        raise WeightsError(
-            f"{where}: dtype {stored.dtype} {state} a scale cannot be decoded; expected a float "
-            "tensor without, or an e4m3 or packed e2m1 tensor with one"
-        )
-    if tuple(value.shape) != entry.shape:
-        raise WeightsError(f"{where}: shape {tuple(value.shape)}, expected {entry.shape}")
-    if entry.dtype == "I64":
-        return value
-    return value.to(torch.float32 if entry.dtype == "F32" else dtype)

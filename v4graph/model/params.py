@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +18,25 @@ from v4graph.plan.weights import TensorEntry, inventory
 from v4graph.spec.model import HashMoe, ModelSpec
 
 _EXPERT = re.compile(r"^(?P<ffn>.+\.experts)\.(?P<index>\d+)\.(?P<part>w[123])\.weight$")
+
+
+@dataclass(frozen=True)
+class ExpertPlace:
+    """Where an expert's matrix lies: part `half` of `halves` of the rows of `key[expert]`."""
+
+    key: str
+    expert: int
+    half: int
+    halves: int
+
+
+def expert_place(name: str) -> ExpertPlace | None:
+    """The place of a routed expert's matrix in the stacked pair; None for any other tensor."""
+    m = _EXPERT.match(name)
+    if m is None:
+        return None
+    key, half, halves = {"w1": ("w13", 0, 2), "w3": ("w13", 1, 2), "w2": ("w2", 0, 1)}[m["part"]]
+    return ExpertPlace(f"{m['ffn']}.{key}", int(m["index"]), half, halves)
 
 
 def logical_entries(spec: ModelSpec) -> list[TensorEntry]:

@@ -1,11 +1,19 @@
-"""Decoding of the checkpoint's quantised tensors to ordinary floating point.
+"""The checkpoint's quantised tensors: as stored, and decoded to ordinary floating point.
 
-Formats are those of the published V4 files: e4m3 weights with one scale for a 128 x 128 block, e2m1
-("FP4") weights packed two a byte, low nibble first, with one scale for 32 values along the input.
-Scales are e8m0 (2^(byte - 127)) or float32; the tensor's own dtype decides.
+Formats are those of the published V4 files, whose `inference/convert.py` decodes them alike:
+
+- FP8: e4m3 weights with one scale for a 128 x 128 block; the last block of a side may be partial;
+- FP4: e2m1 weights packed two a byte along the input, low nibble first (OCP Microscaling Formats
+  1.0, section 5.3.3), with one scale for 32 of them.
+
+Scales are e8m0 (2^(byte - 127), 255 is NaN: the same standard, section 5.4.1) or float32; the scale
+tensor's own dtype decides. Axes: `o` output rows, `i` inputs; `...` are leading axes, such as the
+experts of a layer.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +21,60 @@ from torch import Tensor
 FP8_BLOCK = 128
 FP4_GROUP = 32
 FP4_VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
+"""The value of each e2m1 code; bit 3 is the sign."""
+
+
+@dataclass(frozen=True)
+class Fp8Block:
+    """An e4m3 weight as its file stores it."""
+
+    weight: Tensor
+    """`[..., o, i]` float8_e4m3fn."""
+    scale: Tensor
+    """`[..., ceil(o / 128), ceil(i / 128)]` float8_e8m0fnu or float32."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.weight.nbytes + self.scale.nbytes
+
+    def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values, `[..., o, i]`."""
+        return decode_fp8(self.weight, self.scale).to(dtype)
+
+
+@dataclass(frozen=True)
+class Fp4:
+    """A packed e2m1 weight as its file stores it."""
+
+    packed: Tensor
+    """`[..., o, i / 2]` uint8: values 2p (low nibble) and 2p + 1 (high) in byte p."""
+    scale: Tensor
+    """`[..., o, i / 32]` float8_e8m0fnu or float32."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.packed.nbytes + self.scale.nbytes
+
+    def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values, `[..., o, i]`."""
+        return decode_fp4(self.packed, self.scale).to(dtype)
+
+
+def scale_shape_fp8(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the scales of an FP8 weight `[..., o, i]`."""
+    return (*shape[:-2], *(-(-n // FP8_BLOCK) for n in shape[-2:]))
+
+
+def scale_shape_fp4(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the scales of an FP4 weight of packed shape `[..., o, i / 2]`."""
+    return (*shape[:-1], shape[-1] * 2 // FP4_GROUP)
+
+
+def stored_scale(scale: Tensor) -> Tensor:
+    """Scales in the dtype that they mean: U8 bytes, as some files store e8m0, become e8m0."""
+    return scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale
 
 
 def decode_scale(scale: Tensor) -> Tensor:
@@ -20,20 +82,32 @@ def decode_scale(scale: Tensor) -> Tensor:
 
     Some files store e8m0 as U8; those bytes mean the same.
     """
-    if scale.dtype is torch.uint8:
-        scale = scale.view(torch.float8_e8m0fnu)
-    return scale.to(torch.float32)
+    return stored_scale(scale).to(torch.float32)
 
 
 def decode_fp8(weight: Tensor, scale: Tensor) -> Tensor:
-    """`weight [o, i]` e4m3 times its block scales `[ceil(o / 128), ceil(i / 128)]`, float32."""
-    factors = decode_scale(scale).repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
-    return weight.to(torch.float32) * factors[: weight.shape[0], : weight.shape[1]]
+    """Values of an FP8 weight (see `Fp8Block`), float32.
+
+    The codes 0x7F and 0xFF are NaN and stay it; e4m3 has no infinity.
+    """
+    rows, columns = weight.shape[-2:]
+    factors = decode_scale(scale).repeat_interleave(FP8_BLOCK, -1)[..., :columns]
+    factors = factors.repeat_interleave(FP8_BLOCK, -2)[..., :rows, :]
+    return weight.to(torch.float32).mul_(factors)
 
 
 def decode_fp4(packed: Tensor, scale: Tensor) -> Tensor:
-    """`packed [o, i / 2]` int8 with scales `[o, i / 32]` as float32 `[o, i]`."""
+    """Values of an FP4 weight (see `Fp4`), float32; its bytes may also be int8, as in the files."""
     values = torch.tensor(FP4_VALUES, dtype=torch.float32, device=packed.device)
-    byte = packed.view(torch.uint8).to(torch.int64)
-    pairs = torch.stack((values[byte & 15], values[byte >> 4]), dim=-1).flatten(-2)
-    return pairs * decode_scale(scale).repeat_interleave(FP4_GROUP, 1)
+    # One look-up a byte: row b holds the values of its low and its high nibble.
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)
+    out = pairs[packed.view(torch.uint8).to(torch.int32)]
+    out = out.view(*scale.shape, FP4_GROUP).mul_(decode_scale(scale)[..., None])
+    return out.flatten(-2)
+
+
+def count_nan(tensor: Tensor) -> int:
+    """NaN codes of an e4m3 weight, or scales of any dtype that are NaN or infinite."""
+    if tensor.dtype is torch.float8_e4m3fn:
+        return int(((tensor.view(torch.uint8) & 0x7F) == 0x7F).sum())
+    return int((~decode_scale(tensor).isfinite()).sum())

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from v4graph.spec.check_shapes import FP8_DS_GROUP
 from v4graph.spec.hf_drafts import drafter
 from v4graph.spec.hf_fields import FIXED, IRRELEVANT, Fields, raise_errors
 from v4graph.spec.hf_layers import layer_patterns, layer_plan
 from v4graph.spec.hf_weights import weight_formats
 from v4graph.spec.safetensors_header import StoredCheckpoint
 
-"""Drafts a round in an imported spec: public acceptance figures hardly grow beyond three."""
 WINDOW_PAGE_TOKENS = 64
 PAGE_TOKENS = 256
 STATE_PAGE_TOKENS = 8
@@ -68,7 +68,8 @@ def import_config(
     plan = layer_plan(fields, notes)
     formats, format_source = weight_formats(fields, stored, notes)
     drafts = drafter(fields, stored, plan, notes)
-    quantised = formats["linear"] == "fp8_block"
+    unrotated = head_dim - rope_dim
+    fp8_rows = formats["linear"] == "fp8_block" and unrotated > 0 and unrotated % FP8_DS_GROUP == 0
     used = set(plan.attention) | ({drafts["attention"]} if drafts else set())
     attention = _attention(fields, head_dim, used)
     ropes = {entry["rope"] for entry in attention.values() if "rope" in entry}
@@ -86,7 +87,7 @@ def import_config(
             "eps": fields.number("hc_eps"),
         },
         "rope": {key: value for key, value in rope.items() if key in ropes},
-        "cache_groups": _cache_groups(fields, plan.csa_ratio, plan.hca_ratio, used, quantised),
+        "cache_groups": _cache_groups(fields, plan.csa_ratio, plan.hca_ratio, used, fp8_rows),
         "attention": attention,
         "ffn": _ffn(fields, set(plan.ffn) | ({"routed"} if drafts else set())),
         "layers": layer_patterns(plan),
@@ -97,7 +98,7 @@ def import_config(
         data["speculative"][drafts["kind"]] = drafts
     fields.finish({*IRRELEVANT, *ignored})
     raise_errors(errors)
-    return ImportedSpec(data, _sources(plan.source, format_source, stored, quantised), tuple(notes))
+    return ImportedSpec(data, _sources(plan.source, format_source, stored, fp8_rows), tuple(notes))
 
 
 def _token_ids(fields: Fields) -> dict[str, Any]:
@@ -182,11 +183,11 @@ def _yarn(block: Fields) -> dict[str, Any]:
 
 
 def _cache_groups(
-    fields: Fields, csa_ratio: int, hca_ratio: int, used: set[str], quantised: bool
+    fields: Fields, csa_ratio: int, hca_ratio: int, used: set[str], fp8_rows: bool
 ) -> dict[str, Any]:
     kv: dict[str, Any] = {"dim": fields.integer("head_dim")}
     index: dict[str, Any] = {"dim": fields.integer("index_head_dim")} if "csa" in used else {}
-    if quantised:
+    if fp8_rows:
         kv["format"], index["format"] = "fp8_ds", "fp8"
     window = fields.integer("sliding_window")
     groups: dict[str, Any] = {
@@ -298,10 +299,8 @@ def _whole(value: float) -> float:
     return int(value) if value == int(value) else value
 
 
-def _sources(
-    layers: str, formats: str, stored: StoredCheckpoint, quantised: bool
-) -> dict[str, str]:
-    rows = "those of public engines for FP8 weights" if quantised else "the compute dtype"
+def _sources(layers: str, formats: str, stored: StoredCheckpoint, fp8_rows: bool) -> dict[str, str]:
+    rows = "those of public engines for FP8 weights" if fp8_rows else "the compute dtype"
     return {
         "norm_eps": "rms_norm_eps",
         "residual": "hc_mult, hc_sinkhorn_iters, hc_eps",

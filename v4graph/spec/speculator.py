@@ -23,8 +23,6 @@ SHOWN: dict[str, str] = {
     "unknown": "draft layers of an unknown kind",
 }
 """What to call each kind in messages."""
-STORED_KINDS = ("mtp", "dspark")
-"""Kinds of speculative modes that have tensors in the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Speculator:
     evidence: str = ""
     """The tensor that told; empty for `none`."""
     num_layers: int = 0
-    """Layers with tensors of the kind: MTP layers; 0 for other kinds."""
+    """Draft layers; 0 unless the kind is `mtp` or `dspark`."""
 
 
 def find_speculator(names: Iterable[str]) -> Speculator:
@@ -51,5 +49,5 @@ def find_speculator(names: Iterable[str]) -> Speculator:
     if mtp and not dspark:
         return Speculator("mtp", mtp[0][0], len({m[1] for m in mtp}))
     if dspark and not mtp:
-        return Speculator("dspark", dspark[0])
+        return Speculator("dspark", dspark[0], len({n.split(".")[1] for n in drafts}))
     return Speculator("unknown", drafts[0])
