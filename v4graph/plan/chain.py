@@ -1,7 +1,7 @@
 """Chains of MTP layers: the mode in which each layer behind the first runs over a round's rows.
 
-Layer i takes the streams of layer i - 1 at t and the token at t + i + 1, so the newest i of its rows
-rest on drafts; every round computes them again. docs/speculation.md derives the rows.
+Layer i takes the streams of layer i - 1 at t and the token at t + i + 1, so the newest i of its
+rows rest on drafts; every round computes them again. docs/speculation.md derives the rows.
 """
 
 from __future__ import annotations

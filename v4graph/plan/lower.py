@@ -110,9 +110,7 @@ def speculation_plan(spec: ModelSpec, limits: Limits) -> SpeculationPlan:
     used = range(min(mode.num_layers, count))
     layers = tuple(LayerPlan(i, mode.attention, mode.ffn) for i in used)
     offset, shape = mode.position_offset, stream_shape(spec)
-    return SpeculationPlan(
-        name, "mtp", count, layers, position_offset=offset, stream_shape=shape
-    )
+    return SpeculationPlan(name, "mtp", count, layers, position_offset=offset, stream_shape=shape)
 
 
 def _rope_dims(spec: ModelSpec, layers: Sequence[LayerPlan]) -> tuple[tuple[str, int], ...]:

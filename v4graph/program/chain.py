@@ -1,8 +1,8 @@
 """Rows of a chain of MTP layers, and the streams that one layer hands to the next.
 
-Layer i's row t takes layer i - 1's streams at t. In a round layer i begins one row before layer i - 1
-does, at the oldest row that rested on a draft: the streams for that row come from an earlier round.
-They are final, and the request table carries them. docs/speculation.md derives all of it.
+Layer i's row t takes layer i - 1's streams at t. In a round layer i begins one row before layer
+i - 1 does, at the oldest row that rested on a draft: the streams for that row come from an earlier
+round. They are final, and the request table carries them. docs/speculation.md derives all of it.
 
 Axes: T padded rows of this layer, P of the layer before, R padded requests.
 """
@@ -46,7 +46,9 @@ def input_ids(table: Tensors, slot_T: Tensor, positions_T: Tensor, layer: int) -
     known = table["num_tokens"][slot_T]
     last_token, last_draft = table["token_ids"].shape[1] - 1, table["draft_tokens"].shape[1] - 1
     draft = table["draft_tokens"][slot_T, (place - known).clamp(0, last_draft)]
-    return torch.where(place < known, table["token_ids"][slot_T, place.clamp_max(last_token)], draft)
+    return torch.where(
+        place < known, table["token_ids"][slot_T, place.clamp_max(last_token)], draft
+    )
 
 
 def prepare_sources(
@@ -80,9 +82,7 @@ def prepare_sources(
     buf["carry_rows"].copy_(torch.where(fresh, starts + following, carried))
 
 
-def hand_over(
-    carried_SND: Tensor, slots_R: Tensor, buf: Tensors, streams_PND: Tensor
-) -> Tensor:
+def hand_over(carried_SND: Tensor, slots_R: Tensor, buf: Tensors, streams_PND: Tensor) -> Tensor:
     """The streams `[T, N, D]` of this layer's rows; what the next round needs is carried."""
     rows = torch.cat((streams_PND, carried_SND[slots_R]))
     carried_SND.index_put_((slots_R,), rows[buf["carry_rows"]])

@@ -38,8 +38,8 @@ class RequestTable:
         draft_tokens: `[S, k]` int64.
         draft_probs: `[S, k, V]` float32, what drafts of requests with a temperature were drawn
             from; without draft layers or sampling it has no elements.
-        carried_streams: `[S, N, D]` by draft layer behind the first: the streams of the layer before
-            at the row where this layer begins its next round (`program/chain.py`).
+        carried_streams: `[S, N, D]` by draft layer behind the first: the streams of the layer
+            before at the row where this layer begins its next round (`program/chain.py`).
         rule_ints, rule_floats: rules over logits (`program/rules.py`); no columns if the plan's
             limits leave them out.
         block_tables: `[S, table_width]` int64 page ids by group; the null page where unassigned.

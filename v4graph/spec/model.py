@@ -217,7 +217,7 @@ class MtpSpeculation(StrictModel):
     kind: Literal["mtp"]
     num_draft_tokens: Annotated[int, Field(ge=1, le=8)]
     num_layers: PositiveInt = 1
-    """Draft layers in the checkpoint; one layer drafts recurrently."""
+    """Draft layers in the checkpoint: draft i comes from layer i, or recurrently from the last."""
     attention: str
     ffn: str
     mask_position_zero: bool = False
