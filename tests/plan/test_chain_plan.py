@@ -58,7 +58,7 @@ def test_kept_rows_and_guesses(num_layers: int, k: int) -> None:
     assert window.draft_layers == tuple(range(used))
     state = own.group("csa_state")
     assert (state.kept_tokens, state.draft_ahead) == (state.span, 0)
-    account = cache_account(spec(num_layers), draft_tokens=k)
+    account = cache_account(spec(num_layers), 64, num_draft_tokens=k)
     kept = {g.name: g.kept_tokens for g in account.groups}
     assert kept["window"] == window.kept_tokens + k
 
