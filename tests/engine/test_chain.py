@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 
 from tests.support.chain import engine, oracle, params, prompts, spec
 from tests.support.speculation import Session, greedy, run
-from v4graph.engine.request import Request
+from v4graph.engine import engine as engine_module
+from v4graph.engine.request import Request, SamplingParams
+from v4graph.errors import PlanError, ProgramError
 from v4graph.model.recompute import RecomputeModel
+from v4graph.plan.lower import lower
+from v4graph.plan.types import GroupPlan, Limits, Plan
+from v4graph.plan.verify import verify_plan
+from v4graph.spec.model import ModelSpec
 
-NEW = 18
-LENGTHS = (1, 2, 3, 9, 23, 34)
+NEW = 16
+LENGTHS = (1, 2, 3, 9, 26)
+
+
+@cache
+def plain() -> dict[str, list[int]]:
+    """Tokens without speculation; the main model is the same for any number of draft layers."""
+    return run(engine(1, 0), prompts(*LENGTHS), greedy(NEW)).tokens
 
 
 def assert_no_gap(num_layers: int, session: Session) -> None:
@@ -21,14 +34,13 @@ def assert_no_gap(num_layers: int, session: Session) -> None:
     assert session.num_accepted > 0
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_layers", [2, 3])
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
-def test_no_gap(num_layers: int, k: int, overlap: bool) -> None:
+def test_no_gap(num_layers: int, k: int) -> None:
     """More requests than slots, prompts from one token on, in chunks that end anywhere."""
-    many = prompts(*LENGTHS)
-    session = run(engine(num_layers, k, overlap=overlap), many, greedy(NEW))
-    assert session.tokens == run(engine(num_layers, 0), many, greedy(NEW)).tokens
+    llm = engine(num_layers, k, overlap=(num_layers + k) % 2 == 0)
+    session = run(llm, prompts(*LENGTHS), greedy(NEW))
+    assert session.tokens == plain()
     assert_no_gap(num_layers, session)
 
 
@@ -85,8 +97,6 @@ def test_forced_drafts_do_not_reach_later_rounds() -> None:
 @pytest.mark.parametrize("k", [2, 4])
 def test_sampled_requests_keep_their_company(k: int) -> None:
     """The sampling variants run the same chain: greedy requests beside sampled ones."""
-    from v4graph.engine.request import SamplingParams
-
     many = prompts(7, 16)
     wild = SamplingParams(max_tokens=NEW, temperature=1.0, ignore_eos=True, seed=7)
     llm = engine(2, k, greedy_only=False)
@@ -125,3 +135,47 @@ def test_the_oracle_is_a_loop_over_whole_sequences() -> None:
                 drafts.append(tokens[-1])
             expected.append(drafts)
     assert oracle(3).drafts(ids, known, k) == expected
+
+
+# The kept range and the ring -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_layers", "k"), [(2, 2), (2, 5), (3, 2), (3, 3), (3, 5)])
+def test_a_round_may_need_every_row_of_the_ring(num_layers: int, k: int) -> None:
+    """From the oldest row that a chained layer's first query reads to the last guess."""
+    llm = engine(num_layers, k, page_tokens=1, overlap=False, max_num_batched_tokens=1)
+    longest, allocate = 0, llm.pages.allocate
+
+    def spy(request: Request, missing: dict[str, list[int]]) -> None:
+        nonlocal longest
+        allocate(request, missing)
+        held = request.pages["window"]
+        longest = max(longest, max(held) - min(held) + 1)
+
+    llm.pages.allocate = spy  # type: ignore[method-assign]
+    run(llm, prompts(9), greedy(NEW))
+    window, used = 8, min(num_layers, k)
+    assert longest == window - 1 + (used - 1) + (k + 1) + (k - used)
+    assert longest == llm.plan.group("window").table_width
+
+
+@pytest.mark.parametrize(("num_layers", "k"), [(2, 3), (3, 3)])
+def test_a_kept_range_of_one_row_less(
+    num_layers: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused; unverified, checked mode finds a read of a row that is gone."""
+
+    def shorter(g: GroupPlan) -> GroupPlan:
+        return replace(g, kept_tokens=g.kept_tokens - 1) if g.name == "window" else g
+
+    def short(spec: ModelSpec, limits: Limits) -> Plan:
+        plan = lower(spec, limits)
+        return replace(plan, groups=tuple(map(shorter, plan.groups)))
+
+    honest = engine(num_layers, k, page_tokens=1).plan
+    back = f"from a row that lies {num_layers - 1} back on"
+    with pytest.raises(PlanError, match=back):
+        verify_plan(short(spec(num_layers, 1), honest.limits))
+    monkeypatch.setattr(engine_module, "lower", short)
+    with pytest.raises(ProgramError, match=r"draft_chain: group window lists a row of the null"):
+        run(engine(num_layers, k, page_tokens=1, overlap=False), prompts(9), greedy(NEW))

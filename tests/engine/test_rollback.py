@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.rows import Key, difference, visible_rows
+from tests.support.rows import Key, difference, visible_rows, worse
 from tests.support.tiny import Tiny
 from v4graph.engine import engine as engine_module
 from v4graph.engine.engine import EngineConfig, LLMEngine
@@ -47,9 +47,10 @@ TINY = Tiny(
 
 
 @cache
-def spec_of(page_tokens: int) -> ModelSpec:
-    """Pages of one row make every ring exactly as long as it must be."""
+def spec_of(page_tokens: int, layers: int = 1) -> ModelSpec:
+    """Pages of one row make every ring exactly as long as it must be; `layers` MTP layers."""
     data = replace(TINY, page_tokens=page_tokens).data()
+    data["speculative"]["mtp"]["num_layers"] = layers
     for group in data["cache_groups"].values():
         if group["kind"] == "compressor_state":
             group["page_tokens"] = page_tokens
@@ -57,8 +58,8 @@ def spec_of(page_tokens: int) -> ModelSpec:
 
 
 @cache
-def params() -> dict[str, Tensor]:
-    return random_params(spec_of(8), 5)
+def params(layers: int = 1) -> dict[str, Tensor]:
+    return random_params(spec_of(8, layers), 5)
 
 
 def prompt(length: int) -> list[int]:
@@ -66,7 +67,7 @@ def prompt(length: int) -> list[int]:
     return torch.randint(2, TINY.vocab, (length,), generator=gen).tolist()
 
 
-def engine(page_tokens: int, k: int, chunk: int = 9) -> LLMEngine:
+def engine(page_tokens: int, k: int, chunk: int = 9, layers: int = 1) -> LLMEngine:
     config = EngineConfig(
         max_num_seqs=len(PROMPTS),
         max_num_batched_tokens=chunk,
@@ -77,7 +78,7 @@ def engine(page_tokens: int, k: int, chunk: int = 9) -> LLMEngine:
         num_draft_tokens=k or None,
         overlap=False,
     )
-    return LLMEngine.from_params(spec_of(page_tokens), dict(params()), config)
+    return LLMEngine.from_params(spec_of(page_tokens, layers), dict(params(layers)), config)
 
 
 Observer = Callable[[Request], None]
@@ -101,16 +102,16 @@ def run(llm: LLMEngine, observe: Observer) -> dict[int, list[int]]:
 class Reference:
     """Plain decoding: the tokens, and every row by prompt length and position.
 
-    Rows of the draft layer come from rounds whose only draft is always wrong.
+    Rows of draft layers come from rounds of one draft a layer, all of them always wrong.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 1) -> None:
         self.rows: dict[int, dict[Key, Tensor]] = {n: {} for n in PROMPTS}
         # One token a step: every row is seen while it is visible.
-        plain = engine(8, 0, chunk=1)
+        plain = engine(8, 0, chunk=1, layers=layers)
         self.tokens = run(plain, lambda r: self.keep(plain, r))
-        single = engine(8, 1, chunk=1)
-        single.draft_injector = lambda r: [self.wrong(r, 0)]
+        single = engine(8, layers, chunk=1, layers=layers)
+        single.draft_injector = lambda r: [self.wrong(r, i) for i in range(layers)]
         assert run(single, lambda r: self.keep(single, r)) == self.tokens
 
     def keep(self, llm: LLMEngine, request: Request) -> None:
@@ -154,8 +155,7 @@ def check_pattern(
         if request.num_computed_tokens == 0:
             return
         error = difference(visible_rows(llm, request), reference.rows[int(request.request_id)])
-        if not error <= worst:
-            worst = error
+        worst = worse(worst, error)
 
     llm.draft_injector = inject
     whole: list[tuple[int, int]] = []
@@ -221,6 +221,30 @@ def test_rejection_in_some_rows_of_a_batch(k: int, reference: Reference) -> None
             return ((int(request.request_id) == one) != rejected,) * k
 
         assert check_pattern(reference, llm, alone) < TOLERANCE
+
+
+# Several MTP layers --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chained() -> Reference:
+    """What plain decoding leaves in each of three MTP layers."""
+    return Reference(3)
+
+
+def test_every_pattern_of_a_chain(chained: Reference) -> None:
+    """Rows of every layer that rest on drafts are computed again once these are decided."""
+    llm = engine(1, 3, layers=3)
+    for pattern in product((True, False), repeat=3):
+        assert check_pattern(chained, llm, lambda r, p=pattern: p) < TOLERANCE, pattern
+
+
+def test_leading_drafts_of_a_chain(chained: Reference) -> None:
+    """More drafts than layers: the last layer goes on, its guesses behind the known rows."""
+    llm = engine(1, 5, layers=3)
+    for right in (0, 1, 3, 5):
+        pattern = tuple(i < right for i in range(5))
+        assert check_pattern(chained, llm, lambda r, p=pattern: p) < TOLERANCE, right
 
 
 # Rings ---------------------------------------------------------------------------------------

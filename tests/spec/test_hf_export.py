@@ -15,7 +15,7 @@ from v4graph.spec.hf_config import import_config
 from v4graph.spec.hf_export import official_config
 from v4graph.spec.hf_yaml import to_yaml
 from v4graph.spec.load import load_spec, load_spec_text
-from v4graph.spec.model import ModelSpec
+from v4graph.spec.model import DsparkSpeculation, ModelSpec
 from v4graph.spec.shorten import first_layers
 
 
@@ -35,11 +35,18 @@ def test_the_published_files(name: str, published: dict[str, Any]) -> None:
     assert config.values == {key: published[key] for key in config.values}
 
 
-@pytest.mark.parametrize("name", ["deepseek-v4-flash", "deepseek-v4-pro", "flash-slice8"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("deepseek-v4-flash", "deepseek-v4-pro", "flash-slice8"),
+        *("deepseek-v4-flash-dspark", "deepseek-v4-pro-dspark"),
+    ],
+)
 def test_shipped_specs_come_back_whole(name: str) -> None:
     spec = load_spec(name)
     got = again(spec)
     assert got.layer_kinds == spec.layer_kinds
+    assert list(got.speculative) == list(spec.speculative)
     for key in ("residual", "rope", "attention", "ffn", "weights", "norm_eps", "eos_token_id"):
         assert getattr(got, key) == getattr(spec, key), key
 
@@ -117,6 +124,15 @@ def test_first_layers(count: int) -> None:
     assert any(e.name.startswith("mtp.0") for e in inventory(short))
     # Nothing unused is left: a text of it would load.
     assert again(short).layer_kinds == short.layer_kinds
+
+
+def test_first_layers_keep_the_last_as_targets() -> None:
+    short = first_layers(load_spec("deepseek-v4-flash-dspark"), 4)
+    mode = short.speculative["dspark"]
+    assert isinstance(mode, DsparkSpeculation)
+    assert mode.target_layer_ids == [1, 2, 3]
+    with pytest.raises(SpecError, match=r"2 layers; expected at least 3 for target_layer_ids"):
+        first_layers(load_spec("deepseek-v4-flash-dspark"), 2)
 
 
 def test_first_layers_equal_the_shipped_slice() -> None:

@@ -1,4 +1,4 @@
-"""Tiny random models with several MTP layers; few tokens, so that drafts are right by chance."""
+"""Tiny random models with several MTP layers; of six tokens, so that chance accepts many drafts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def params(num_layers: int) -> dict[str, Tensor]:
     return random_params(spec(num_layers), 3)
 
 
-def engine(num_layers: int, k: int, **more: Any) -> LLMEngine:
+def engine(num_layers: int, k: int, page_tokens: int = 4, **more: Any) -> LLMEngine:
     """Checked and eager."""
     config: dict[str, Any] = {
         "max_num_seqs": 3,
@@ -50,7 +50,8 @@ def engine(num_layers: int, k: int, **more: Any) -> LLMEngine:
         "num_draft_tokens": k or None,
         **more,
     }
-    return LLMEngine.from_params(spec(num_layers), dict(params(num_layers)), EngineConfig(**config))
+    own = spec(num_layers, page_tokens)
+    return LLMEngine.from_params(own, dict(params(num_layers)), EngineConfig(**config))
 
 
 @cache

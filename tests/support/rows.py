@@ -39,6 +39,10 @@ def difference(rows: dict[Key, Tensor], reference: dict[Key, Tensor]) -> float:
             return float("inf")  # a position that plain decoding never reached
         scale = float(other.abs().max()) or 1.0
         error = float((row - other).abs().max()) / scale
-        if not error <= worst:  # NaN is worse than anything
-            worst = error
+        worst = worse(worst, error)
     return worst
+
+
+def worse(a: float, b: float) -> float:
+    """The larger of two differences; NaN is worse than anything, whichever comes first."""
+    return a if a != a or b <= a else b

@@ -238,7 +238,7 @@ def _group_account(
         size = row_bytes(row_format, dim)
     else:
         if isinstance(group, SlidingWindowGroup):
-            kept = group.window + verify_width - 1
+            kept = group.window + verify_width - 1 + _rows_back(spec, name, verify_width)
         else:
             ratio = group.ratio
         dim = group.row.dim
@@ -290,6 +290,12 @@ def _draft_attentions(spec: ModelSpec) -> list[str]:
         if isinstance(mode, MtpSpeculation):  # modes share the checkpoint's draft layers
             return [mode.attention] * mode.num_layers
     return []
+
+
+def _rows_back(spec: ModelSpec, name: str, verify_width: int) -> int:
+    """Rows by which the last of a chain of draft layers begins before the main model."""
+    used = [name in _groups_of(spec.attention[a]) for a in _draft_attentions(spec)]
+    return max(sum(used[: verify_width - 1]) - 1, 0)
 
 
 def _readers(spec: ModelSpec, name: str) -> Iterator[Attention]:

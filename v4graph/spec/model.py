@@ -221,7 +221,8 @@ class StoredDrafter(StrictModel):
 
 
 class MtpSpeculation(StoredDrafter):
-    """Multi-token prediction (V4 report section 2.4): one layer drafts recurrently."""
+    """Multi-token prediction (V4 report section 2.4): draft i comes from layer i, or recurrently
+    from the last one."""
 
     kind: Literal["mtp"]
     num_draft_tokens: Annotated[int, Field(ge=1, le=8)]

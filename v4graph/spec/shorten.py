@@ -50,10 +50,11 @@ def first_layers(spec: ModelSpec, count: int) -> ModelSpec:
 def _shortened(mode: Speculation, count: int, spec: ModelSpec) -> Speculation:
     if not isinstance(mode, DsparkSpeculation):
         return mode
-    down = max(mode.target_layer_ids[-1] - (count - 1), 0)
-    if down > mode.target_layer_ids[0]:
+    first, last = mode.target_layer_ids[0], mode.target_layer_ids[-1]
+    down = max(last - (count - 1), 0)
+    if down > first:
         raise SpecError(
-            f"{spec.name}: {count} layers; expected at least {len(spec.layer_kinds) - down} for "
+            f"{spec.name}: {count} layers; expected at least {last - first + 1} for "
             f"target_layer_ids {mode.target_layer_ids}"
         )
     return mode.model_copy(update={"target_layer_ids": [i - down for i in mode.target_layer_ids]})
