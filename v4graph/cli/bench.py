@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from v4graph.engine.engine import EngineConfig
     from v4graph.engine.rounds import DraftCounts, RoundRecord
     from v4graph.model.rounds import Difference
-    from v4graph.spec.model import ModelSpec, MtpSpeculation
+    from v4graph.spec.model import DsparkSpeculation, ModelSpec, MtpSpeculation
 
 NEAR_TIE = 1e-4
 app = typer.Typer(no_args_is_help=True, help="Measure the engine.")
@@ -79,7 +79,7 @@ def acceptance(
     checked: CheckedOption = False,
     overlap: OverlapOption = True,
     variants: Annotated[
-        bool, typer.Option(help="Also recompute with the draft layer's conventions the other way.")
+        bool, typer.Option(help="Also recompute with an MTP layer's conventions the other way.")
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -92,10 +92,11 @@ def acceptance(
     from v4graph.engine.engine import EngineConfig
     from v4graph.model.loader import load_params
     from v4graph.spec.load import load_spec
+    from v4graph.spec.model import MtpSpeculation
 
     loaded = load_spec(spec)
     directory = weights_directory(spec, weights)
-    mode = _mtp(loaded, speculative)
+    mode = _drafter(loaded, speculative)
     numbers = _numbers(num_draft_tokens)
     prompts = _prompts(spec, weights, loaded, text or directory / "heldout.txt", num_prompts)
     params = load_params(loaded, directory, torch.float32, speculative=mode[0])
@@ -126,7 +127,7 @@ def acceptance(
         "max_tokens": max_tokens,
         "results": [_result(r) for r in results],
     }
-    if variants:
+    if variants and isinstance(mode[1], MtpSpeculation):
         data["variants"] = conventions(loaded, params, mode[1], results[-1], config)
     if as_json:
         print_json(data)
@@ -136,14 +137,16 @@ def acceptance(
         raise typer.Exit(1)
 
 
-def _mtp(spec: ModelSpec, name: str | None) -> tuple[str, MtpSpeculation]:
-    from v4graph.spec.model import MtpSpeculation
+def _drafter(spec: ModelSpec, name: str | None) -> tuple[str, MtpSpeculation | DsparkSpeculation]:
+    from v4graph.spec.model import DsparkSpeculation, MtpSpeculation
 
-    found = {n: m for n, m in spec.speculative.items() if isinstance(m, MtpSpeculation)}
+    kinds = (MtpSpeculation, DsparkSpeculation)
+    found = {n: m for n, m in spec.speculative.items() if isinstance(m, kinds)}
     if name is not None:
         found = {n: m for n, m in found.items() if n == name}
     if not found:
-        wanted = "a speculative mode of kind mtp" if name is None else f"{name!r} of kind mtp"
+        wanted = "a speculative mode" if name is None else repr(name)
+        wanted += " of kind mtp or dspark"
         declared = ", ".join(spec.speculative) or "none"
         raise PlanError(f"bench acceptance needs {wanted}; {spec.name} declares {declared}")
     return next(iter(found.items()))
@@ -225,7 +228,7 @@ def measure(
 def recheck(
     spec: ModelSpec,
     params: dict[str, Tensor],
-    mode: MtpSpeculation,
+    mode: MtpSpeculation | DsparkSpeculation,
     measured: Measured,
     config: EngineConfig,
 ) -> None:
