@@ -6,9 +6,7 @@ be told by the checks, the rows, the tokens or the recompute of the drafts.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +20,7 @@ from tests.support.mutants import (
     StaleBuffer,
     edits,
     forgets,
+    staleness_table,
     swapped_pages,
     swapped_slots,
 )
@@ -30,7 +29,6 @@ from v4graph.plan.lower import lower
 from v4graph.plan.types import Limits, Mode, Plan
 from v4graph.spec.model import ModelSpec
 
-TABLE = Path(__file__).parents[2] / "docs" / "staleness.md"
 ROUND = (Mode.PREFILL, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND, Mode.DRAFT_DECODE)
 BUFFERS = [(mode, name) for mode in ROUND for name in buffer_names(engine(K), mode)]
 GROUPS = [
@@ -224,12 +222,4 @@ def test_warming_up_between_rounds_changes_nothing() -> None:
 
 def test_the_table_is_written_on_request() -> None:
     """Runs last; without the variable it only checks that the committed table is there."""
-    if os.environ.get("V4GRAPH_WRITE_SNAPSHOTS"):
-        lines = [f"| {mode} | {what} | {by} |" for (mode, what), by in sorted(caught.items())]
-        head = TABLE.read_text().partition("| mode |")[0]
-        TABLE.write_text(
-            head + "\n".join(["| mode | mutant | caught by |", "|---|---|---|", *lines]) + "\n"
-        )
-    text = TABLE.read_text()
-    assert text.count("\n| ") > 150
-    assert "| nobody |" not in text
+    staleness_table("MTP", caught, least=150)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from v4graph.program import stage as stage_module
 from v4graph.program.prepare import prepare
 
 Tensors = dict[str, Tensor]
+TABLES = Path(__file__).parents[2] / "docs" / "staleness.md"
 
 
 @dataclass
@@ -122,3 +126,24 @@ def swapped_pages(p: Preparation, group: str) -> None:
     wrong, live = p.table[key].clone(), p.host["slots"][:2]
     wrong[live] = wrong[live.flip(0)]
     p.run(table={key: wrong})
+
+
+def staleness_table(section: str, caught: Mapping[tuple[str, str], str], least: int) -> None:
+    """Check a section of docs/staleness.md; with `V4GRAPH_WRITE_SNAPSHOTS=1` write it first.
+
+    Args:
+        caught: who caught each (mode, mutant). least: fewest mutants that the section must list.
+    """
+    text = TABLES.read_text(encoding="utf-8")
+    found = re.search(rf"(?ms)^## {section}\n.*?(?=^## |\Z)", text)
+    assert found is not None
+    if os.environ.get("V4GRAPH_WRITE_SNAPSHOTS"):
+        head = found[0].partition("| mode |")[0].rstrip()
+        lines = [f"| {mode} | {what} | {by} |" for (mode, what), by in sorted(caught.items())]
+        new = "\n".join([head, "", "| mode | mutant | caught by |", "|---|---|---|", *lines])
+        text = text.replace(found[0], new + "\n\n").rstrip() + "\n"
+        TABLES.write_text(text, encoding="utf-8")
+        found = re.search(rf"(?ms)^## {section}\n.*?(?=^## |\Z)", text)
+        assert found is not None
+    assert found[0].count("\n| ") > least
+    assert "| nobody |" not in found[0]
