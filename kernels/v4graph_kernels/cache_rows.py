@@ -122,8 +122,10 @@ def write_kv_rows(
     if packed:
         check(page_rows > 0, f"page_rows {page_rows}: expected a positive number for a uint8 pool")
         need = page_rows * (data + scales)
-        check(pool.stride(0) >= need and pool.stride(0) % 2 == 0 and nope % 2 == 0,
-              f"pool: pages of {pool.stride(0)} bytes, expected an even number of at least {need}")
+        check(
+            pool.stride(0) >= need and pool.stride(0) % 2 == 0 and nope % 2 == 0,
+            f"pool: pages of {pool.stride(0)} bytes, expected an even number of at least {need}",
+        )
         num_rows, pool16 = pool.shape[0] * page_rows, pool.view(torch.int16)
     else:
         check(pool.shape[1] == dim, f"pool: rows of {pool.shape[1]} channels, expected {dim}")
@@ -174,8 +176,10 @@ def write_index_rows(x: Tensor, slots: Tensor, pool: Tensor, *, page_rows: int) 
         return
     check_inner("write_index_rows", x, slots, pool)
     need = page_rows * (dim + 4)
-    check(page_rows > 0 and pool.stride(0) >= need and pool.stride(0) % 4 == 0 and dim % 4 == 0,
-          f"pool: pages of {pool.stride(0)} bytes, expected a multiple of 4 of at least {need}")
+    check(
+        page_rows > 0 and pool.stride(0) >= need and pool.stride(0) % 4 == 0 and dim % 4 == 0,
+        f"pool: pages of {pool.stride(0)} bytes, expected a multiple of 4 of at least {need}",
+    )
     if T:
         _write_index_kernel[(T,)](
             x, slots, pool, pool.view(torch.float32), x.stride(0), page_rows, pool.stride(0),

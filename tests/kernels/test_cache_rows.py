@@ -74,9 +74,7 @@ def test_padding_and_ids_outside_the_pool_touch_nothing(device: str, row_format:
     slots = torch.tensor([0, -1, -(2**40), PAGES * PAGE_ROWS, 2**40, 0, -7])
     got = pool.to(device, copy=True)
     args = [a.to(device) for a in (x, weight, cos, sin, slots)]
-    load("cache_rows").write_kv_rows(
-        *args, got, eps=EPS, rope_dim=64, page_rows=PAGE_ROWS
-    )
+    load("cache_rows").write_kv_rows(*args, got, eps=EPS, rope_dim=64, page_rows=PAGE_ROWS)
     assert torch.equal(got.cpu().view(torch.uint8), pool.view(torch.uint8))
 
 
@@ -113,9 +111,7 @@ def test_index_rows_equal_the_reference(device: str, row_format: str, dim: int) 
     expected, got = pool.clone(), pool.to(device, copy=True)
     slots = torch.tensor(SLOTS)
     ops.write_index_rows(x, slots, expected, page_rows=PAGE_ROWS)
-    load("cache_rows").write_index_rows(
-        x.to(device), slots.to(device), got, page_rows=PAGE_ROWS
-    )
+    load("cache_rows").write_index_rows(x.to(device), slots.to(device), got, page_rows=PAGE_ROWS)
     assert torch.equal(real(expected), real(got.cpu()))
     assert not torch.equal(real(expected), real(pool))
 
@@ -123,7 +119,9 @@ def test_index_rows_equal_the_reference(device: str, row_format: str, dim: int) 
 def test_a_pool_whose_pages_are_too_short_is_refused(device: str) -> None:
     x, weight, cos, sin, slots = (a.to(device) for a in step(512, 64, torch.float32))
     pool = torch.zeros(PAGES, PAGE_ROWS * 584 - 2, dtype=torch.uint8, device=device)
-    with pytest.raises(ValueError, match="pages of 2334 bytes, expected an even number of at least"):
+    with pytest.raises(
+        ValueError, match="pages of 2334 bytes, expected an even number of at least"
+    ):
         load("cache_rows").write_kv_rows(
             x, weight, cos, sin, slots, pool, eps=EPS, rope_dim=64, page_rows=PAGE_ROWS
         )
