@@ -210,11 +210,12 @@ def sparse_attention(
     result = empty_like_output(q_THE, (T, H, E))
     if T == 0:
         return result
-    columns = LW + LC
-    parts = num_parts or splits_for(T * -(-H // 64), -(-columns // MIN_PART))
-    part_rows = -(-max(columns, 1) // parts)
-    part_rows = -(-part_rows // 16) * 16 if not num_parts else part_rows
-    parts = -(-max(columns, 1) // part_rows)
+    columns = max(LW + LC, 1)
+    parts = num_parts or splits_for(T * triton.cdiv(H, 64), triton.cdiv(columns, MIN_PART))
+    part_rows = triton.cdiv(columns, parts)
+    if not num_parts:
+        part_rows = triton.cdiv(part_rows, 32) * 32
+    parts = triton.cdiv(columns, part_rows)
     out, top, total = result, result, result
     if parts > 1:
         out = empty_like_output(q_THE, (T, H, parts, E), torch.float32)
