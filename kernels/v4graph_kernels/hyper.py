@@ -28,7 +28,10 @@ from v4graph_kernels.numerics import through
 BLOCK_T = 16
 """Tokens of one program: the least that a matrix product takes."""
 
-_CONFIGS = [triton.Config({"BLOCK_D": d}, num_warps=w) for d, w in ((64, 4), (32, 4), (128, 4))]
+_CONFIGS = [
+    triton.Config({"BLOCK_D": d}, num_warps=w, num_stages=s)
+    for d, w, s in ((64, 4, 1), (32, 4, 1), (32, 4, 2), (64, 8, 1))
+]
 
 
 @tuned(_CONFIGS, key=["T_KEY", "D", "LEAVE"])

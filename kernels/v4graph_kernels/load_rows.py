@@ -12,34 +12,45 @@ from v4graph_kernels.numerics import exp2_of, from_e4m3
 
 
 @triton.jit
-def load_rows(
-    pool, pool16, slots, is_row, page_rows, page_stride,
-    DIM: tl.constexpr, ROPE: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Rows of `pool` at int64 `slots [N]` as a tile `[N, DIM]` of DTYPE; zeros where not `is_row`.
+def load_plain_rows(pool, slots, is_row, stride, COLS: tl.constexpr, DTYPE: tl.constexpr):
+    """Rows `[N, COLS]` of DTYPE at int64 `slots [N]`; zeros where not `is_row`."""
+    at = slots[:, None] * stride + tl.arange(0, COLS)[None, :]
+    return tl.load(pool + at, mask=is_row[:, None], other=0.0).to(DTYPE)
 
-    PACKED pools hold `fp8_ds` rows, `pool16` being the same memory as bf16; see `cache_rows`. e4m3
-    times a power of two and bf16 values are exact in bf16 and in float32.
+
+@triton.jit
+def load_packed_rows(
+    pool, pool16, slots, is_row, page_rows, page_stride,
+    NOPE: tl.constexpr, ROPE: tl.constexpr, GROUPS: tl.constexpr, ROPE_PAD: tl.constexpr,
+    DTYPE: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """`fp8_ds` rows as two tiles of DTYPE, quantised `[N, GROUPS * 64]` and rotated `[N, ROPE_PAD]`.
+
+    Zeros where not `is_row` and beyond NOPE and ROPE. `pool16` is the same memory as bf16. e4m3 times
+    a power of two is exact in bf16 and in float32.
     """
-    c = tl.arange(0, DIM)
-    if PACKED:
-        NOPE: tl.constexpr = DIM - ROPE
-        DATA: tl.constexpr = NOPE + 2 * ROPE
-        SCALES: tl.constexpr = (NOPE + 511) // 512 * 8
-        page = slots // page_rows
-        at = slots - page * page_rows
-        data = page * page_stride + at * DATA
-        scales = page * page_stride + page_rows * DATA + at * SCALES
-        quantised = is_row[:, None] & (c < NOPE)[None, :]
-        code = tl.load(pool + data[:, None] + c[None, :], mask=quantised, other=0)
-        byte = tl.load(pool + scales[:, None] + (c // 64)[None, :], mask=quantised, other=0)
-        tail = ((data + NOPE) // 2)[:, None] + (c - NOPE)[None, :]
-        rotated = tl.load(pool16 + tail, mask=is_row[:, None] & (c >= NOPE)[None, :], other=0.0)
-        # Exactly one of the two is not zero.
-        return (from_e4m3(code) * exp2_of(byte) + rotated.to(tl.float32)).to(DTYPE)
+    DATA: tl.constexpr = NOPE + 2 * ROPE
+    SCALES: tl.constexpr = (NOPE + 511) // 512 * 8
+    page = slots // page_rows
+    at = slots - page * page_rows
+    data = page * page_stride + at * DATA
+    scales = page * page_stride + page_rows * DATA + at * SCALES
+    # Three axes, so that a thread loads each of its scales once.
+    g = tl.arange(0, GROUPS)[None, :, None]
+    c = g * 64 + tl.arange(0, 64)[None, None, :]
+    here = is_row[:, None, None]
+    code = tl.load(pool + data[:, None, None] + c, mask=here & (c < NOPE), other=0)
+    byte = tl.load(pool + scales[:, None, None] + g, mask=here & (g * 64 < NOPE), other=0)
+    if DTYPE == tl.bfloat16:
+        # Half the registers of the other branch, and as exact.
+        value = code.to(tl.float8e4nv, bitcast=True).to(DTYPE) * exp2_of(byte).to(DTYPE)
     else:
-        at = slots[:, None] * page_stride + c[None, :]
-        return tl.load(pool + at, mask=is_row[:, None], other=0.0).to(DTYPE)
+        value = (from_e4m3(code) * exp2_of(byte)).to(DTYPE)
+    quantised = tl.reshape(value, (N, GROUPS * 64))
+    r = tl.arange(0, ROPE_PAD)
+    tail = ((data + NOPE) // 2)[:, None] + r[None, :]
+    rotated = tl.load(pool16 + tail, mask=is_row[:, None] & (r < ROPE)[None, :], other=0.0)
+    return quantised, rotated.to(DTYPE)
 
 
 def pool_arguments(

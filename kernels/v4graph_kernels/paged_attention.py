@@ -21,7 +21,7 @@ from v4graph_kernels.launch import (
     splits_for,
     tuned,
 )
-from v4graph_kernels.load_rows import load_rows, pool_arguments
+from v4graph_kernels.load_rows import load_packed_rows, load_plain_rows, pool_arguments
 
 SCAN = 512
 """Listed slots that one step of the search for used ones looks at."""
@@ -32,11 +32,11 @@ _CONFIGS = [
     triton.Config({"BLOCK_H": h, "BLOCK_N": n}, num_warps=w, num_stages=s)
     for h, n, w, s in (
         (16, 32, 4, 2),
-        (16, 64, 4, 2),
-        (32, 32, 4, 2),
+        (16, 32, 8, 2),
+        (32, 32, 8, 2),
         (32, 64, 8, 2),
+        (64, 32, 8, 1),
         (64, 32, 8, 2),
-        (64, 64, 8, 2),
     )
 ]
 
@@ -56,21 +56,30 @@ def _used(slots, begin, end, num_rows, SCAN: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q, acc, top, total, slots, begin, end, scale,
+    q, q_r, acc, acc_r, top, total, slots, begin, end, scale,
     pool, pool16, page_rows, page_stride, num_rows,
-    DIM: tl.constexpr, ROPE: tl.constexpr, PACKED: tl.constexpr,
-    BLOCK_N: tl.constexpr, SCAN: tl.constexpr,
+    NOPE: tl.constexpr, ROPE: tl.constexpr, GROUPS: tl.constexpr, ROPE_PAD: tl.constexpr,
+    COLS: tl.constexpr, PACKED: tl.constexpr, BLOCK_N: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
-    """Carry the running softmax over the rows that columns [begin, end) of `slots` list."""
+    """Carry the running softmax over the rows that columns [begin, end) of `slots` list.
+
+    Packed rows come as two tiles, quantised and rotated; plain rows as one, and `acc_r` stays zero.
+    """
     first, last = _used(slots, begin, end, num_rows, SCAN)
     for start in range(first, last, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
         slot = tl.load(slots + col, mask=col < last, other=-1).to(tl.int64)
         is_row = (slot >= 0) & (slot < num_rows)
-        k = load_rows(
-            pool, pool16, slot, is_row, page_rows, page_stride, DIM, ROPE, PACKED, q.dtype
-        )
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if PACKED:
+            k, k_r = load_packed_rows(
+                pool, pool16, slot, is_row, page_rows, page_stride,
+                NOPE, ROPE, GROUPS, ROPE_PAD, q.dtype, BLOCK_N,
+            )  # fmt: skip
+            score = tl.dot(q_r, tl.trans(k_r), input_precision="ieee")
+            score = tl.dot(q, tl.trans(k), score, input_precision="ieee") * scale
+        else:
+            k = load_plain_rows(pool, slot, is_row, page_stride, COLS, q.dtype)
+            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         score = tl.where(is_row[None, :], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, axis=1))
         # Before the first row both are -inf, and their difference would be NaN.
@@ -78,9 +87,12 @@ def _attend(
         weight = tl.exp(score - base[:, None])
         shrink = tl.exp(top - base)
         total = total * shrink + tl.sum(weight, axis=1)
-        acc = acc * shrink[:, None] + tl.dot(weight.to(k.dtype), k, input_precision="ieee")
+        weight = weight.to(q.dtype)
+        acc = tl.dot(weight, k, acc * shrink[:, None], input_precision="ieee")
+        if PACKED:
+            acc_r = tl.dot(weight, k_r, acc_r * shrink[:, None], input_precision="ieee")
         top = new_top
-    return acc, top, total
+    return acc, acc_r, top, total
 
 
 @triton.jit
@@ -93,56 +105,65 @@ def _finish(acc, top, total, sink):
     return tl.where(total == 0.0, 0.0, acc * shrink / tl.where(total == 0.0, 1.0, total))
 
 
-@tuned(_CONFIGS, key=["T_KEY", "H", "LW", "LC", "PACKED_W", "PACKED_C"])
+@tuned(_CONFIGS, key=["T_KEY", "H", "LW", "LC", "PACKED"])
 @triton.jit
 def _attention_kernel(
     q, out, part_top, part_total, sink, scale, T_KEY, H, LW, LC, part_rows,
     slots_w, pool_w, pool16_w, page_rows_w, page_stride_w, num_rows_w,
     slots_c, pool_c, pool16_c, page_rows_c, page_stride_c, num_rows_c,
     q_stride_t, q_stride_h, slots_stride_w, slots_stride_c,
-    DIM: tl.constexpr, ROPE: tl.constexpr, PACKED_W: tl.constexpr, PACKED_C: tl.constexpr,
-    HAS_C: tl.constexpr, PARTS: tl.constexpr, SCAN: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    DIM: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUPS: tl.constexpr,
+    ROPE_PAD: tl.constexpr, COLS: tl.constexpr, PACKED: tl.constexpr, HAS_C: tl.constexpr,
+    PARTS: tl.constexpr, SCAN: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One part of one token's lists for BLOCK_H heads.
 
     Columns 0 to LW - 1 are window rows, LW to LW + LC - 1 compressed ones. With one part `out` is the
-    result; else float32 accumulators `[T, H, S, E]`, with `part_top` and `part_total [T, H, S]`.
+    result; else float32 accumulators `[T, H, S, E]`, with `part_top` and `part_total [T, H, S]`. Plain
+    rows are all NOPE.
     """
     t = tl.program_id(0).to(tl.int64)
     part = tl.program_id(2)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    c = tl.arange(0, DIM)
-    at = q + t * q_stride_t + h[:, None] * q_stride_h + c[None, :]
-    q_tile = tl.load(at, mask=(h < H)[:, None], other=0.0)
-    acc = tl.zeros((BLOCK_H, DIM), tl.float32)
+    is_head = (h < H)[:, None]
+    c = tl.arange(0, COLS)[None, :]
+    r = tl.arange(0, ROPE_PAD)[None, :]
+    at = q + t * q_stride_t + h[:, None] * q_stride_h
+    q_tile = tl.load(at + c, mask=is_head & (c < NOPE), other=0.0)
+    q_r = tl.load(at + NOPE + r, mask=is_head & (r < ROPE), other=0.0)
+    acc = tl.zeros((BLOCK_H, COLS), tl.float32)
+    acc_r = tl.zeros((BLOCK_H, ROPE_PAD), tl.float32)
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     begin = part * part_rows
     end = begin + part_rows
-    acc, top, total = _attend(
-        q_tile, acc, top, total, slots_w + t * slots_stride_w,
+    acc, acc_r, top, total = _attend(
+        q_tile, q_r, acc, acc_r, top, total, slots_w + t * slots_stride_w,
         tl.minimum(begin, LW), tl.minimum(end, LW), scale,
         pool_w, pool16_w, page_rows_w, page_stride_w, num_rows_w,
-        DIM, ROPE, PACKED_W, BLOCK_N, SCAN,
+        NOPE, ROPE, GROUPS, ROPE_PAD, COLS, PACKED, BLOCK_N, SCAN,
     )  # fmt: skip
     if HAS_C:
-        acc, top, total = _attend(
-            q_tile, acc, top, total, slots_c + t * slots_stride_c,
+        acc, acc_r, top, total = _attend(
+            q_tile, q_r, acc, acc_r, top, total, slots_c + t * slots_stride_c,
             tl.minimum(tl.maximum(begin - LW, 0), LC), tl.minimum(tl.maximum(end - LW, 0), LC),
             scale, pool_c, pool16_c, page_rows_c, page_stride_c, num_rows_c,
-            DIM, ROPE, PACKED_C, BLOCK_N, SCAN,
+            NOPE, ROPE, GROUPS, ROPE_PAD, COLS, PACKED, BLOCK_N, SCAN,
         )  # fmt: skip
+    row = t * H + h
     if PARTS == 1:
-        s = tl.load(sink + h, mask=h < H, other=0.0).to(tl.float32)
-        done = _finish(acc, top[:, None], total[:, None], s[:, None])
-        to = out + (t * H + h)[:, None] * DIM + c[None, :]
-        tl.store(to, done.to(out.dtype.element_ty), mask=(h < H)[:, None])
+        s = tl.load(sink + h, mask=h < H, other=0.0).to(tl.float32)[:, None]
+        acc_r = _finish(acc_r, top[:, None], total[:, None], s)
+        acc = _finish(acc, top[:, None], total[:, None], s)
     else:
-        row = (t * H + h) * PARTS + part
+        row = row * PARTS + part
         tl.store(part_top + row, top, mask=h < H)
         tl.store(part_total + row, total, mask=h < H)
-        tl.store(out + row[:, None] * DIM + c[None, :], acc, mask=(h < H)[:, None])
+    to = out + row[:, None] * DIM
+    dtype: tl.constexpr = out.dtype.element_ty
+    tl.store(to + c, acc.to(dtype), mask=is_head & (c < NOPE))
+    if PACKED:
+        tl.store(to + NOPE + r, acc_r.to(dtype), mask=is_head & (r < ROPE))
 
 
 @triton.jit
@@ -206,6 +227,7 @@ def sparse_attention(
             "compressed_pool", compressed_pool, E, rope_dim, compressed_page_rows
         )
         slots_c, LC = compressed_slots_TL, compressed_slots_TL.shape[1]
+        check(compressed[5] == window[5], "compressed_pool: expected the row format of window_pool")
         has_c = LC > 0
     result = empty_like_output(q_THE, (T, H, E))
     if T == 0:
@@ -225,12 +247,15 @@ def sparse_attention(
     def grid(meta: dict) -> tuple[int, int, int]:
         return T, triton.cdiv(H, meta["BLOCK_H"]), parts
 
+    packed = window[5]
+    rope = rope_dim if packed else 0
+    groups = next_power_of_2(triton.cdiv(E - rope, 64))
     _attention_kernel[grid](
         q_THE, out, top, total, sink_H, softmax_scale, next_power_of_2(T), H, LW, LC, part_rows,
         window_slots_TL, *window[:5], slots_c, *compressed[:5],
         q_THE.stride(0), q_THE.stride(1), window_slots_TL.stride(0), slots_c.stride(0),
-        DIM=E, ROPE=rope_dim, PACKED_W=window[5], PACKED_C=compressed[5],
-        HAS_C=has_c, PARTS=parts, SCAN=SCAN,
+        DIM=E, NOPE=E - rope, ROPE=rope, GROUPS=groups, ROPE_PAD=max(next_power_of_2(rope), 16),
+        COLS=groups * 64 if packed else E, PACKED=packed, HAS_C=has_c, PARTS=parts, SCAN=SCAN,
     )  # fmt: skip
     if parts > 1:
         _combine_kernel[(T * H,)](

@@ -63,14 +63,13 @@ def _select_kernel(
     prefix = tl.zeros((), tl.uint32)
     wanted = tl.full((), K, tl.int32)
     for digit in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * digit
         hist = tl.zeros((256,), tl.int32)
         for start in range(begin, end, BLOCK):
             col = start + tl.arange(0, BLOCK)
             key, valid = _keys(scores, positions, row + col, col < end, FIRST)
             if digit > 0:
-                valid = valid & ((key >> (shift + 8)) == prefix)
-            value = ((key >> shift) & 255).to(tl.int32)
+                valid = valid & ((key >> (32 - 8 * digit)) == prefix)
+            value = ((key >> (24 - 8 * digit)) & 255).to(tl.int32)
             hist += tl.histogram(value, 256, mask=valid)
         if digit == 0:
             wanted = tl.minimum(wanted, tl.sum(hist))
