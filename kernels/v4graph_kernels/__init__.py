@@ -1,8 +1,8 @@
 """Triton kernels of v4graph's operators; they know tensors and integers only, never v4graph.
 
-This package imports without Triton and without a GPU. Its modules need Triton; `load` is the one way
-to them that says so clearly. With `TRITON_INTERPRET=1` in the environment before Triton is first
-imported, every kernel runs on CPU tensors in Triton's interpreter.
+This package imports without Triton and without a GPU. Its modules need Triton; `load` is the one
+way to them that says so clearly. With `TRITON_INTERPRET=1` in the environment before Triton is
+first imported, every kernel runs on CPU tensors in Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def _write_kv_kernel(
     PACKED: tl.constexpr, GROUPS: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
     G: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """One token a program. BLOCK covers DIM, HALF covers ROPE / 2, GROUPS of G channels cover BLOCK."""
+    """One token. BLOCK covers DIM, HALF covers ROPE / 2, GROUPS of G channels are BLOCK."""
     t = tl.program_id(0)
     slot = tl.load(slots + t).to(tl.int64)
     # Row 0 is padding's; ids outside the pool are never followed.

@@ -1,11 +1,13 @@
 """Hyper-connections: what surrounds a sublayer in two launches, or three if it stands alone.
 
-`mix` reads the streams, split along their channels so that many programs share one token, and leaves
-partial products; `enter` joins these into the mixing weights, projects by Sinkhorn, collapses the
-streams and normalises. `leave` puts a sublayer's output back; fused with the next site's `mix` it
-reads the new streams while they are in registers. See section 2.2 of the V4 report.
+`mix` reads the streams, split along their channels so that many programs share one token, and
+leaves partial products; `enter` joins these into the mixing weights, projects by Sinkhorn,
+collapses the streams and normalises. `leave` puts a sublayer's output back; fused with the next
+site's `mix` it reads the new streams while they are in registers. See section 2.2 of the V4
+report.
 
-Shape suffixes: T tokens, N streams, D hidden, M = (2 + N) N mixing numbers, S parts of the channels.
+Shape suffixes: T tokens, N streams, D hidden, M = (2 + N) N mixing numbers, S parts of the
+channels.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Lightning-indexer scores over paged index rows: `sum_h w_h relu(q_h . k_j)`, float32.
 
-See section 2.3.1 of the V4 report. Shape suffixes: T tokens, H index heads, E channels, C listed rows.
+See section 2.3.1 of the V4 report.
+
+Shape suffixes: T tokens, H index heads, E channels, C listed rows.
 """
 
 from __future__ import annotations
@@ -90,8 +92,10 @@ def index_scores(
     num_rows, pool32 = pool.shape[0], pool
     if packed:
         need, num_rows, pool32 = page_rows * (E + 4), num_rows * page_rows, pool.view(torch.float32)
-        check(page_rows > 0 and pool.stride(0) >= need,
-              f"pool: pages of {pool.stride(0)} bytes, expected at least {need}")
+        check(
+            page_rows > 0 and pool.stride(0) >= need,
+            f"pool: pages of {pool.stride(0)} bytes, expected at least {need}",
+        )
     else:
         check(pool.shape[1] == E, f"pool: rows of {pool.shape[1]} channels, expected {E}")
     out = empty_like_output(q_THE, (T, C), torch.float32)

@@ -12,22 +12,22 @@ from v4graph_kernels.numerics import exp2_of, from_e4m3
 
 
 @triton.jit
-def load_plain_rows(pool, slots, is_row, stride, COLS: tl.constexpr, DTYPE: tl.constexpr):
-    """Rows `[N, COLS]` of DTYPE at int64 `slots [N]`; zeros where not `is_row`."""
+def load_plain_rows(pool, slots, is_row, stride, COLS: tl.constexpr, dtype: tl.constexpr):
+    """Rows `[N, COLS]` at int64 `slots [N]`; zeros where not `is_row`."""
     at = slots[:, None] * stride + tl.arange(0, COLS)[None, :]
-    return tl.load(pool + at, mask=is_row[:, None], other=0.0).to(DTYPE)
+    return tl.load(pool + at, mask=is_row[:, None], other=0.0).to(dtype)
 
 
 @triton.jit
 def load_packed_rows(
     pool, pool16, slots, is_row, page_rows, page_stride,
     NOPE: tl.constexpr, ROPE: tl.constexpr, GROUPS: tl.constexpr, ROPE_PAD: tl.constexpr,
-    DTYPE: tl.constexpr, N: tl.constexpr,
+    dtype: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """`fp8_ds` rows as two tiles of DTYPE, quantised `[N, GROUPS * 64]` and rotated `[N, ROPE_PAD]`.
+    """`fp8_ds` rows as two tiles: quantised `[N, GROUPS * 64]`, rotated `[N, ROPE_PAD]`.
 
-    Zeros where not `is_row` and beyond NOPE and ROPE. `pool16` is the same memory as bf16. e4m3 times
-    a power of two is exact in bf16 and in float32.
+    Zeros where not `is_row` and beyond NOPE and ROPE. `pool16` is the same memory as bf16. e4m3
+    times a power of two is exact in bf16 and in float32.
     """
     DATA: tl.constexpr = NOPE + 2 * ROPE
     SCALES: tl.constexpr = (NOPE + 511) // 512 * 8
@@ -41,16 +41,16 @@ def load_packed_rows(
     here = is_row[:, None, None]
     code = tl.load(pool + data[:, None, None] + c, mask=here & (c < NOPE), other=0)
     byte = tl.load(pool + scales[:, None, None] + g, mask=here & (g * 64 < NOPE), other=0)
-    if DTYPE == tl.bfloat16:
+    if dtype == tl.bfloat16:
         # Half the registers of the other branch, and as exact.
-        value = code.to(tl.float8e4nv, bitcast=True).to(DTYPE) * exp2_of(byte).to(DTYPE)
+        value = code.to(tl.float8e4nv, bitcast=True).to(dtype) * exp2_of(byte).to(dtype)
     else:
-        value = (from_e4m3(code) * exp2_of(byte)).to(DTYPE)
+        value = (from_e4m3(code) * exp2_of(byte)).to(dtype)
     quantised = tl.reshape(value, (N, GROUPS * 64))
     r = tl.arange(0, ROPE_PAD)
     tail = ((data + NOPE) // 2)[:, None] + r[None, :]
     rotated = tl.load(pool16 + tail, mask=is_row[:, None] & (r < ROPE)[None, :], other=0.0)
-    return quantised, rotated.to(DTYPE)
+    return quantised, rotated.to(dtype)
 
 
 def pool_arguments(

@@ -73,3 +73,28 @@ def from_e2m1(nibble):
         code < 2, code.to(tl.float32) * 0.5, ((code + 252) << 22).to(tl.float32, bitcast=True)
     )
     return tl.where(nibble > 7, -size, size)
+
+
+@triton.jit
+def scaled_e2m1(nibble, scale, dtype: tl.constexpr):
+    """FP4 codes 0 to 15 (int32) times float32 scales, in `dtype`."""
+    if dtype == tl.bfloat16:
+        # A code's three bits are a bf16, subnormal for 0.5, that is 2^126 too small: two packed
+        # products, fewer operations than in float32. Decoding is what limits this product.
+        bits = ((nibble & 7) << 6) | ((nibble & 8) << 12)
+        value = bits.to(tl.int16).to(dtype, bitcast=True)
+        return (value * tl.full((), 2.0**126, dtype)) * scale.to(dtype)
+    else:
+        return (from_e2m1(nibble) * scale).to(dtype)
+
+
+@triton.jit
+def load_scale(pointers, mask, E8M0: tl.constexpr):
+    """Weight scales as float32: e8m0 bytes (0 is 2^-127, 255 NaN) or float32 values."""
+    if E8M0:
+        byte = tl.load(pointers, mask=mask, other=0).to(tl.int32)
+        bits = tl.where(byte == 0, 0x400000, byte << 23)
+        bits = tl.where(byte == 255, 0x7FC00000, bits)
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)

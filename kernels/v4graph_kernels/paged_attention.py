@@ -118,9 +118,9 @@ def _attention_kernel(
 ):  # fmt: skip
     """One part of one token's lists for BLOCK_H heads.
 
-    Columns 0 to LW - 1 are window rows, LW to LW + LC - 1 compressed ones. With one part `out` is the
-    result; else float32 accumulators `[T, H, S, E]`, with `part_top` and `part_total [T, H, S]`. Plain
-    rows are all NOPE.
+    Columns 0 to LW - 1 are window rows, LW to LW + LC - 1 compressed ones. With one part `out` is
+    the result; else float32 accumulators `[T, H, S, E]`, with `part_top` and `part_total`,
+    `[T, H, S]`. Plain rows are all NOPE.
     """
     t = tl.program_id(0).to(tl.int64)
     part = tl.program_id(2)

@@ -3,12 +3,12 @@
 Pools are uint8 `[pages, page_bytes]`; row r is row `r % page_rows` of page `r // page_rows`.
 
 `fp8_ds`, `dim` channels of which the last `rope` are rotated: the page's rows of `dim - rope` e4m3
-bytes and `rope` bf16 values come first, then for each row one e8m0 scale byte for every 64 quantised
-channels, padded to a multiple of 8 (FlashMLA's paged layout). `fp8`: rows of `dim` e4m3 bytes, then
-one float32 scale for each row.
+bytes and `rope` bf16 values come first, then for each row one e8m0 scale byte for every 64
+quantised channels, padded to a multiple of 8 (FlashMLA's paged layout). `fp8`: rows of `dim` e4m3
+bytes, then one float32 scale for each row.
 
-A scale is the least power of two that brings the group's largest value within 448, the largest value
-being taken as at least 1e-4 (the official inference code's rule).
+A scale is the least power of two that brings the group's largest value within 448, the largest
+value being taken as at least 1e-4 (the official inference code's rule).
 
 Shape suffixes: any leading axes, E channels, R rope channels, G groups, B bytes.
 """
@@ -96,7 +96,7 @@ def write_fp8_ds_rows(
 def read_fp8_ds_rows(
     pool: Tensor, slots: Tensor, dim: int, rope_dim: int, page_rows: int
 ) -> Tensor:
-    """float32 rows `[..., dim]` of `pool` at `slots [...]`; -1 yields zeros, as in `gather_rows`."""
+    """float32 rows `[..., dim]` of `pool` at `slots [...]`; -1 yields zeros like `gather_rows`."""
     parts = _page_parts(pool, page_rows, *fp8_ds_bytes(dim, rope_dim))
     at = slots.clamp_min(0)
     data, scales = (part[at // page_rows, at % page_rows] for part in parts)

@@ -50,7 +50,7 @@ sparse_attention = register(
 )
 """`paged_attention` for pools `[rows, dim]` or uint8 pages of `fp8_ds` rows (`ops/rows.py`).
 
-`q [T, H, dim]`, slots `[T, L]` int64 with -1 where there is no row, `sink [H]` float32; the result is
-`[T, H, dim]` in the dtype of `q`. Each token has its own lists, so several tokens of a request see
-exactly what is causal. `rope_dim` and the page rows describe uint8 pools.
+`q [T, H, dim]`, slots `[T, L]` int64 with -1 where there is no row, `sink [H]` float32; the result
+is `[T, H, dim]` in the dtype of `q`. Each token has its own lists, so several tokens of a request
+see exactly what is causal. `rope_dim` and the page rows describe uint8 pools.
 """

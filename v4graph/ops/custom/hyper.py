@@ -39,9 +39,7 @@ def _hyper_leave_enter(
     norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = hyper_post(x_TND, y_TD, post, comb)
-    out = _hyper_enter(
-        x, fn, base, scale, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps
-    )
+    out = _hyper_enter(x, fn, base, scale, norm_weight, iters=iters, eps=eps, norm_eps=norm_eps)
     return (x, *out)
 
 
@@ -66,7 +64,7 @@ hyper_enter = register(
     fake=_fake_enter,
     kernel=("hyper", "hyper_enter"),
 )
-"""`hyper_pre`, then the sublayer's norm: `(h [T, D], post [T, N], comb [T, N, N])` of `x [T, N, D]`."""
+"""`hyper_pre` and the norm: `(h [T, D], post [T, N], comb [T, N, N])` of `x [T, N, D]`."""
 
 hyper_leave = register(
     "hyper_leave(Tensor x, Tensor y, Tensor post, Tensor comb) -> Tensor",

@@ -58,4 +58,4 @@ select_rows = register(
     fake=_fake_select,
     kernel=("topk", "select_rows"),
 )
-"""`select_topk`'s entries in order of position, or the `slots [T, C]` of these, `[T, min(topk, C)]`."""
+"""`select_topk`'s entries in order of position, or their `slots [T, C]`; `[T, min(topk, C)]`."""

@@ -1,7 +1,7 @@
 """Registration of operators in `torch.ops.v4graph`: one schema, a fake, and two implementations.
 
-On a CPU an operator is its reference; on a GPU it is its Triton kernel, loaded at the first call. The
-tensors' device chooses, and nothing falls back: without Triton a GPU call is an error.
+On a CPU an operator is its reference; on a GPU it is its Triton kernel, loaded at the first call.
+The tensors' device chooses, and nothing falls back: without Triton a GPU call is an error.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def load_kernels(module: str) -> Any:
         package = import_module("v4graph_kernels")
     except ModuleNotFoundError as error:
         raise ProgramError(
-            "the package v4graph_kernels is not importable; install v4graph from its own folder or wheel"
+            "package v4graph_kernels is not importable: install v4graph from its folder or wheel"
         ) from error
     try:
         return package.load(module)

@@ -48,7 +48,7 @@ write_kv_rows = register(
     fake=lambda *args, **kwargs: None,
     kernel=("cache_rows", "write_kv_rows"),
 )
-"""Normalise (if a weight is given), rotate (if cosines are), quantise (if the pool is uint8), write.
+"""Normalise if a weight is given, rotate if cosines are, quantise if the pool is uint8; write.
 
 `x [T, dim]`, `slots [T]` int64, `pool [rows, dim]` or uint8 pages as in `ops/rows.py`, which
 `rope_dim` and `page_rows` describe. Slot 0 and negative ones are padding: no real row changes.
@@ -60,4 +60,4 @@ write_index_rows = register(
     fake=lambda *args, **kwargs: None,
     kernel=("cache_rows", "write_index_rows"),
 )
-"""Index keys `x [T, dim]` to `pool`: `[rows, dim]`, or uint8 pages of `fp8` rows. Slots as above."""
+"""Index keys `x [T, dim]` into `pool [rows, dim]`, or uint8 pages of `fp8` rows; slots as above."""
