@@ -164,8 +164,9 @@ def _sum_choices_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(TOPK):
         expert = tl.load(experts + t * TOPK + k)
-        exists = (expert >= 0) & (expert < num_experts)
-        total += tl.load(y + (t * TOPK + k) * D + d, mask=(d < D) & exists, other=0.0)
+        # A choice is read even where its expert does not exist, and nothing wrote it then.
+        part = tl.load(y + (t * TOPK + k) * D + d, mask=d < D, other=0.0)
+        total += tl.where((expert >= 0) & (expert < num_experts), part, 0.0)
     tl.store(out + t * D + d, total.to(out.dtype.element_ty), mask=d < D)
 
 
