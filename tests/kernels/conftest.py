@@ -8,6 +8,8 @@ import torch
 # Before Triton is first imported: it decides then what `triton.jit` makes.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# One configuration a kernel: tests have many shapes, and each would be compiled in all of them.
+os.environ.setdefault("V4GRAPH_TUNE_KERNELS", "0")
 
 
 @pytest.fixture(

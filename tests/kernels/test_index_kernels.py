@@ -65,10 +65,10 @@ def select(device: str, scores: Tensor, entries: Tensor, topk: int, slots: Tenso
 
 @pytest.fixture
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of some hundred entries are cut into parts."""
+    """Rows of a thousand entries are cut into parts."""
     module = load("topk")
-    monkeypatch.setattr(module, "BLOCK", 16)
-    monkeypatch.setattr(module, "PART_ENTRIES", 16)
+    monkeypatch.setattr(module, "BLOCK", 256)
+    monkeypatch.setattr(module, "PART_ENTRIES", 256)
 
 
 @pytest.mark.parametrize("width", [1, 7, 8, 9, 130])
@@ -85,19 +85,19 @@ def test_selection_equals_the_reference(device: str, width: int, ties: bool) -> 
         assert torch.equal(select(device, scores, entries, 8, slots), expected)
 
 
-@pytest.mark.parametrize("entries", [0, 5, 96, 300])
+@pytest.mark.parametrize("entries", [0, 5, 512, 1200])
 def test_long_rows_are_cut_and_joined(device: str, short_parts: None, entries: int) -> None:
-    scores = (torch.randn(3, 300) * 2).round()
-    count = torch.tensor([entries, 300, entries // 2])
-    slots = torch.randint(1, 2**40, (3, 300))
+    scores = (torch.randn(3, 1200) * 2).round()
+    count = torch.tensor([entries, 1200, entries // 2])
+    slots = torch.randint(1, 2**40, (3, 1200))
     expected = select_rows(scores, count, slots, topk=7)
     assert torch.equal(select(device, scores, count, 7, slots), expected)
 
 
 def test_ties_go_to_the_lowest_position(device: str, short_parts: None) -> None:
-    scores = torch.zeros(1, 200)
-    scores[0, 150] = 1.0
-    assert select(device, scores, torch.tensor([200]), 4, None).tolist() == [[0, 1, 2, 150]]
+    scores = torch.zeros(1, 1200)
+    scores[0, 1150] = 1.0
+    assert select(device, scores, torch.tensor([1200]), 4, None).tolist() == [[0, 1, 2, 1150]]
 
 
 def test_special_values_order_as_numbers(device: str) -> None:

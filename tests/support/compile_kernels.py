@@ -1,7 +1,8 @@
 """Compile every kernel for sm_90 without a GPU; run as a script with TRITON_INTERPRET unset.
 
 The interpreter accepts programs that the compiler refuses. Prints a line for each compiled kernel,
-`name shared_bytes spilled_bytes`, and exits with 1 at the first that cannot be compiled.
+`name shared_bytes spilled_bytes`, and exits with 1 at the first that cannot be compiled. With
+`V4GRAPH_TUNE_KERNELS=0` only the first configuration of a tuned kernel is compiled.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _NoDevice:
         return 0
 
 
-def _compile_only(every_config: bool) -> None:
+def _compile_only() -> None:
     compile_ = JITFunction.run
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
@@ -50,7 +51,7 @@ def _compile_only(every_config: bool) -> None:
         return kernel
 
     def run_tuned(self: Autotuner, *args: Any, **kwargs: Any) -> None:
-        for config in self.configs if every_config else self.configs[:1]:
+        for config in self.configs:
             self.fn.run(*args, **kwargs, **config.all_kwargs())
 
     JITFunction.run = run
@@ -142,13 +143,12 @@ def quantised() -> None:
 
 
 def main() -> int:
-    """Compile the groups named as arguments; with `all` first, every tuned configuration."""
-    names = sys.argv[1:]
-    _compile_only(every_config="all" in names)
+    """Compile the groups named as arguments, all of them without any."""
+    _compile_only()
     driver.set_active(_NoDevice())
     groups = {f.__name__: f for f in (rows, attention, hyper, index, quantised)}
     try:
-        for name in [n for n in names if n != "all"] or groups:
+        for name in sys.argv[1:] or groups:
             groups[name]()
     except triton.compiler.errors.CompilationError as error:
         sys.stderr.write(f"{error}\n")
