@@ -1,0 +1,231 @@
+"""Routed experts in FP4 for few tokens: only the experts that somebody chose are read, each once.
+
+A program belongs to a (token, choice) pair and a block of outputs. The first pair of an expert
+serves all pairs of it; the programs of the others end at once. So nothing is sorted, and no shape
+depends on the routing. See section 2.1 of the V4 report.
+
+Shape suffixes: T tokens, K choices, P = T K pairs, E experts, D hidden, J intermediate.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from v4graph_kernels.fp8_linear import as_bytes
+from v4graph_kernels.launch import check, check_inner, empty_like_output, next_power_of_2, tuned
+from v4graph_kernels.numerics import load_scale, scaled_e2m1
+
+MAX_PAIRS = 1024
+"""A program looks at all pairs to find those of its expert."""
+BLOCK_M = 16
+
+_CONFIGS = [
+    triton.Config({"BLOCK_N": n, "BLOCK_K": k}, num_warps=w, num_stages=s)
+    for n, k, w, s in (
+        (32, 128, 4, 3),
+        (64, 128, 4, 3),
+        (64, 128, 4, 4),
+        (64, 64, 4, 4),
+        (64, 256, 8, 3),
+        (128, 64, 4, 3),
+    )
+]
+
+
+@triton.jit
+def _own_pairs(experts, P, num_experts, P_PAD: tl.constexpr):
+    """The expert of this program's pair, how many pairs it serves, and each pair's rank or -1.
+
+    The number is 0 for pairs that another one serves, and for experts that do not exist.
+    """
+    pair = tl.program_id(1)
+    p = tl.arange(0, P_PAD)
+    all_experts = tl.load(experts + p, mask=p < P, other=-1)
+    expert = tl.load(experts + pair)
+    same = (all_experts == expert) & (p < P)
+    exists = (expert >= 0) & (expert < num_experts)
+    is_first = tl.sum((same & (p < pair)).to(tl.int32)) == 0
+    rank = tl.where(same, tl.cumsum(same.to(tl.int32), 0) - 1, -1)
+    count = tl.where(exists & is_first, tl.sum(same.to(tl.int32)), 0)
+    return expert.to(tl.int64), count, rank
+
+
+@triton.jit
+def _dot_fp4(
+    acc, x_even, x_odd, rows, scales, start, n_in, K,
+    E8M0: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`acc [BLOCK_N, BLOCK_M]` plus the products of inputs [start, start + BLOCK_K).
+
+    Low nibbles are even inputs, high ones odd; a scale stands for 32 inputs, which are 16 bytes.
+    """
+    dtype: tl.constexpr = x_even.dtype
+    g = tl.arange(0, BLOCK_K // 32)[None, :, None]
+    byte = g * 16 + tl.arange(0, 16)[None, None, :]
+    seen = n_in[:, None, None] & (start + 2 * byte < K)
+    code = tl.load(rows[:, None, None] + start // 2 + byte, mask=seen, other=0).to(tl.int32)
+    s = load_scale(
+        scales[:, None, None] + start // 32 + g,
+        n_in[:, None, None] & (start + 32 * g < K), E8M0,
+    )  # fmt: skip
+    low = tl.reshape(scaled_e2m1(code & 15, s, dtype), (BLOCK_N, BLOCK_K // 2))
+    high = tl.reshape(scaled_e2m1(code >> 4, s, dtype), (BLOCK_N, BLOCK_K // 2))
+    acc = tl.dot(low, tl.trans(x_even), acc, input_precision="ieee")
+    return tl.dot(high, tl.trans(x_odd), acc, input_precision="ieee")
+
+
+@triton.jit
+def _load_inputs(rows, start, m_in, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Even and odd inputs of BLOCK_M rows, each `[BLOCK_M, BLOCK_K / 2]`."""
+    k = start + tl.arange(0, BLOCK_K)[None, :]
+    tile = tl.load(rows[:, None] + k, mask=m_in[:, None] & (k < K), other=0.0)
+    return tl.split(tl.reshape(tile, (BLOCK_M, BLOCK_K // 2, 2)))
+
+
+@tuned(_CONFIGS, key=["P", "D", "J"])
+@triton.jit
+def _gate_up_kernel(
+    x, weights, experts, w13, s13, h, P, D, J, num_experts, x_stride, clamp,
+    TOPK: tl.constexpr, CLAMP: tl.constexpr, E8M0: tl.constexpr, P_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`h[p] = weight_p * swiglu(gate, up)` of BLOCK_N intermediate channels."""
+    expert, count, rank = _own_pairs(experts, P, num_experts, P_PAD)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_in = n < J
+    gate_row = expert * 2 * J + n
+    for first in range(0, count, BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
+        m_in = m < count
+        p = tl.arange(0, P_PAD)
+        pair = tl.sum(tl.where(rank[None, :] == m[:, None], p[None, :], 0), axis=1)
+        rows = x + (pair // TOPK).to(tl.int64) * x_stride
+        gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for start in range(0, D, BLOCK_K):
+            even, odd = _load_inputs(rows, start, m_in, D, BLOCK_M, BLOCK_K)
+            gate = _dot_fp4(
+                gate, even, odd, w13 + gate_row * (D // 2), s13 + gate_row * (D // 32),
+                start, n_in, D, E8M0, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            up = _dot_fp4(
+                up, even, odd, w13 + (gate_row + J) * (D // 2), s13 + (gate_row + J) * (D // 32),
+                start, n_in, D, E8M0, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        if CLAMP:
+            # Comparisons leave a NaN in place, where a minimum might drop it.
+            gate = tl.where(gate > clamp, clamp, gate)
+            up = tl.where(up > clamp, clamp, tl.where(up < -clamp, -clamp, up))
+        weight = tl.load(weights + pair, mask=m_in, other=0.0).to(tl.float32)
+        out = gate * tl.sigmoid(gate) * up * weight[None, :]
+        at = h + pair.to(tl.int64)[None, :] * J + n[:, None]
+        tl.store(at, out.to(h.dtype.element_ty), mask=n_in[:, None] & m_in[None, :])
+
+
+@tuned(_CONFIGS, key=["P", "D", "J"])
+@triton.jit
+def _down_kernel(
+    h, experts, w2, s2, y, P, D, J, num_experts,
+    E8M0: tl.constexpr, P_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`y[p] = w2 h[p]`, float32 `[P, D]`; pairs whose expert does not exist are not written."""
+    expert, count, rank = _own_pairs(experts, P, num_experts, P_PAD)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_in = n < D
+    row = expert * D + n
+    for first in range(0, count, BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
+        m_in = m < count
+        p = tl.arange(0, P_PAD)
+        pair = tl.sum(tl.where(rank[None, :] == m[:, None], p[None, :], 0), axis=1)
+        rows = h + pair.to(tl.int64) * J
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for start in range(0, J, BLOCK_K):
+            even, odd = _load_inputs(rows, start, m_in, J, BLOCK_M, BLOCK_K)
+            acc = _dot_fp4(
+                acc, even, odd, w2 + row * (J // 2), s2 + row * (J // 32),
+                start, n_in, J, E8M0, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        at = y + pair.to(tl.int64)[None, :] * D + n[:, None]
+        tl.store(at, acc, mask=n_in[:, None] & m_in[None, :])
+
+
+@triton.jit
+def _sum_choices_kernel(
+    y, experts, out, D, num_experts, TOPK: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Sum a token's choices, in order; experts that do not exist add nothing."""
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(TOPK):
+        expert = tl.load(experts + t * TOPK + k)
+        # A choice is read even where its expert does not exist, and nothing wrote it then.
+        part = tl.load(y + (t * TOPK + k) * D + d, mask=d < D, other=0.0)
+        total += tl.where((expert >= 0) & (expert < num_experts), part, 0.0)
+    tl.store(out + t * D + d, total.to(out.dtype.element_ty), mask=d < D)
+
+
+def fp4_experts(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    w13: Tensor,
+    s13: Tensor,
+    w2: Tensor,
+    s2: Tensor,
+    clamp: float | None,
+) -> Tensor:
+    """Weighted sum of the chosen experts' clamped SwiGLU, `[T, D]` in the dtype of `x`.
+
+    Args:
+        weights_TK: routing weights, float32; they multiply the hidden activation. experts_TK:
+        expert ids; ids that do not exist (-1 for padding) read and add nothing. w13, w2: packed
+        FP4 `[E, 2J, D / 2]` (gate over up) and `[E, D, J / 2]`, 8 bits wide. s13, s2: scales `[E,
+        2J, D / 32]` and `[E, D, J / 32]`, e8m0 (uint8 means the same) or float32.
+
+    Raises:
+        ValueError: shapes, strides or dtypes that the kernels cannot address.
+    """
+    T, D = x_TD.shape
+    K = experts_TK.shape[1]
+    E, J = w13.shape[0], w13.shape[1] // 2
+    P = T * K
+    shapes = {
+        "w13": (w13, (E, 2 * J, D // 2)),
+        "s13": (s13, (E, 2 * J, D // 32)),
+        "w2": (w2, (E, D, J // 2)),
+        "s2": (s2, (E, D, J // 32)),
+        "weights": (weights_TK, (T, K)),
+    }
+    check(D % 32 == 0 and J % 32 == 0, f"{D} x {J} channels: expected multiples of 32")
+    for name, (tensor, shape) in shapes.items():
+        check(tuple(tensor.shape) == shape, f"{name}: {tuple(tensor.shape)}, expected {shape}")
+        check(tensor.is_contiguous(), f"{name}: expected a contiguous tensor")
+    check(P <= MAX_PAIRS, f"experts: {P} choices, this kernel takes at most {MAX_PAIRS}")
+    check_inner("fp4_experts", x_TD)
+    s13, e8m0 = as_bytes("s13", s13)
+    s2, e8m0_2 = as_bytes("s2", s2)
+    check(e8m0 == e8m0_2, "s13 and s2: expected one format of scales")
+    out = empty_like_output(x_TD, (T, D))
+    if P == 0:
+        return out.zero_()
+    experts = experts_TK.contiguous()
+    h = empty_like_output(x_TD, (P, J))
+    y = empty_like_output(x_TD, (P, D), torch.float32)
+    constants = {"E8M0": e8m0, "P_PAD": next_power_of_2(P), "BLOCK_M": BLOCK_M}
+    _gate_up_kernel[lambda meta: (triton.cdiv(J, meta["BLOCK_N"]), P)](
+        x_TD, weights_TK, experts, w13.view(torch.uint8), s13, h, P, D, J, E, x_TD.stride(0),
+        clamp or 0.0, TOPK=K, CLAMP=clamp is not None, **constants,
+    )  # fmt: skip
+    _down_kernel[lambda meta: (triton.cdiv(D, meta["BLOCK_N"]), P)](
+        h, experts, w2.view(torch.uint8), s2, y, P, D, J, E, **constants
+    )
+    _sum_choices_kernel[(T, triton.cdiv(D, 512))](
+        y, experts, out, D, E, TOPK=K, BLOCK=512, num_warps=4
+    )
+    return out
