@@ -18,9 +18,14 @@ def visible_rows(llm: LLMEngine, request: Request) -> dict[Key, Tensor]:
     for block, layer, role, name, pool in llm.programs.state.all_pools():
         g = llm.plan.group(name)
         if g.kept_tokens:
-            # A chained draft layer's newest rows rest on drafts and are computed again.
-            final = max(min(computed, known - 1 - layer.index), 0) if block == "mtp" else computed
-            positions = range(max(final - g.span + 1, 0), final)
+            final = computed
+            if block == "mtp" and layer.index:
+                # A chained layer's newest rows rest on drafts and are computed again.
+                final = max(min(computed, known - 1 - layer.index), 0)
+            # Up to the next closing window; for windows of tokens that is the next token's own.
+            # Behind a cached prefix nothing else is there.
+            closing = (final // g.closes_every + 1) * g.closes_every
+            positions = range(max(closing - g.span, 0), final)
         else:
             positions = range(0, computed // g.ratio * g.ratio, g.ratio)
         for p in positions:
