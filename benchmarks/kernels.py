@@ -45,6 +45,8 @@ class Case:
     reference: Callable | None = None
     """The same in PyTorch, if it fits in memory."""
     shape: dict[str, int | str] = field(default_factory=dict)
+    operations: int = 0
+    """Multiplications and additions, where these are the limit."""
 
 
 def bf16(*shape: int) -> Tensor:
@@ -222,6 +224,46 @@ def experts_cases() -> Iterator[Case]:
         )
 
 
+def prefill_cases() -> Iterator[Case]:
+    """Products of many tokens: bounded by arithmetic, so their rate is told too."""
+    for name, (o, i) in {"wq_b": (32768, 1024), "wo_b": (4096, 8192)}.items():
+        for tokens in (512, 2048, 8192):
+
+            def make(o: int = o, i: int = i, tokens: int = tokens) -> tuple:
+                weight = random_bytes(o, i).view(torch.float8_e4m3fn)
+                return bf16(tokens, i), weight, random_bytes(o // 128, i // 128, low=110, high=115)
+
+            yield Case(
+                "fp8_linear",
+                make,
+                products.fp8_linear,
+                o * i + tokens * (o + i) * 2,
+                quantised.fp8_linear,
+                {"weight": name, "tokens": tokens},
+                2 * o * i * tokens,
+            )
+    E, D, J, K = 256, 4096, 2048, 6
+    w13, w2 = random_bytes(E, 2 * J, D // 2, high=256), random_bytes(E, D, J // 2, high=256)
+    s13 = random_bytes(E, 2 * J, D // 32, low=113, high=118)
+    s2 = random_bytes(E, D, J // 32, low=113, high=118)
+    for tokens in (128, 256, 512, 2048, 8192):
+
+        def make_experts(tokens: int = tokens) -> tuple:
+            ids = torch.rand(tokens, E, device="cuda").argsort(1)[:, :K]
+            weights = torch.rand(tokens, K, device="cuda")
+            return bf16(tokens, D), weights, ids, w13, s13, w2, s2, 10.0
+
+        distinct = E * (1 - (1 - K / E) ** tokens)
+        yield Case(
+            "fp4_experts",
+            make_experts,
+            products.fp4_experts,
+            int(distinct * (3 * D * J // 2 + 3 * D * J // 32)),
+            shape={"tokens": tokens},
+            operations=6 * D * J * K * tokens,
+        )
+
+
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "attention": attention_cases,
     "rows": rows_cases,
@@ -229,6 +271,7 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "index": index_cases,
     "linear": linear_cases,
     "experts": experts_cases,
+    "prefill": prefill_cases,
 }
 
 
@@ -288,6 +331,8 @@ def measure(case: Case, bandwidth: float, with_reference: bool) -> dict:
         "share_of_copy_bandwidth": round(share, 3),
         "difference": difference,
     }
+    if case.operations:
+        out["tflops"] = round(case.operations / (us * 1e6), 1)
     if with_reference and case.reference is not None:
         reference = case.reference
         out["reference_us"] = round(graph_us([lambda: reference(*sets[0])], 10), 2)

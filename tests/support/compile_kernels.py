@@ -142,11 +142,23 @@ def quantised() -> None:
     )  # fmt: skip
 
 
+def prefill() -> None:
+    """The same products of many tokens."""
+    many = 512
+    x, weight = _bf16(many, 4096), _bytes(1536, 4096).view(torch.float8_e4m3fn)
+    for scale in (_bytes(12, 32), torch.zeros(12, 32)):
+        load("fp8_linear").fp8_linear(x, weight, scale)
+    load("fp4_experts").fp4_experts(
+        x, torch.zeros(many, 6), _ids(many, 6), _bytes(24, 4096, 2048), _bytes(24, 4096, 128),
+        _bytes(24, 4096, 1024), _bytes(24, 4096, 64), 10.0,
+    )  # fmt: skip
+
+
 def main() -> int:
     """Compile the groups named as arguments, all of them without any."""
     _compile_only()
     driver.set_active(_NoDevice())
-    groups = {f.__name__: f for f in (rows, attention, hyper, index, quantised)}
+    groups = {f.__name__: f for f in (rows, attention, hyper, index, quantised, prefill)}
     try:
         for name in sys.argv[1:] or groups:
             groups[name]()
