@@ -1,13 +1,12 @@
 """Everything that needs a GPU, in one run: checks side by side, then timings one after another.
 
     python benchmarks/gpu_suite.py --out DIR [--only ops,nano,...] [--budget SECONDS]
-                                   [--slice SPEC --layers N]
 
 Each part is a process of its own with a time limit; its output is DIR/NAME.log, what it measured
 DIR/NAME.json, and DIR/suite.json says how each one ended. Checks: `ops` (every kernel against its
 reference, `pytest -m gpu`), `nano` (v4-nano against the CPU), `rounds` (the acceptance gap at
 k = 1..8). Timings: `cost` (rounds of v4-nano as CUDA graphs), `kernels` (each kernel at V4-Flash's
-shapes), `slice` (whole steps of a slice with random weights, made first by `weights`).
+shapes).
 """
 
 from __future__ import annotations
@@ -37,22 +36,17 @@ class Part:
     """Runs alone."""
 
 
-def parts(out: Path, slice_spec: str, layers: int | None) -> list[Part]:
+def parts(out: Path) -> list[Part]:
     """All parts, in order."""
     python = sys.executable
     files = sorted((ROOT / "tests" / "kernels").glob("test_*.py"))
     quiet = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
-    weights = out / "weights"
-    cut = ["--layers", str(layers)] if layers else []
-    made = [python, "-m", "v4graph.cli.main", "make-random", slice_spec, "-o", str(weights), *cut]
-    measured = [python, str(HERE / "gpu_slice.py"), slice_spec, "--weights", str(weights)]
     rounds = [python, str(HERE / "gpu_rounds.py"), "--out"]
     quick = ["--prompts", "16", "--max-tokens", "64"]
     return [
         *(Part(f"ops_{f.stem.removeprefix('test_')}", [*quiet, str(f)], 150) for f in files),
         Part("nano", [python, str(HERE / "gpu_smoke.py")], 150),
         Part("rounds", [*rounds, str(out / "rounds"), "--parts", "gap", *quick], 150),
-        Part("weights", made, 150),
         Part(
             "cost",
             [*rounds, str(out / "cost"), "--parts", "cost", "--batches", "1", "--ks", "0,3"],
@@ -60,7 +54,6 @@ def parts(out: Path, slice_spec: str, layers: int | None) -> list[Part]:
             True,
         ),
         Part("kernels", [python, str(HERE / "kernels.py"), str(out / "kernels.json")], 120, True),
-        Part("slice", [*measured, "--out", str(out / "slice.json"), *cut], 180, True),
     ]
 
 
@@ -97,8 +90,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="beginnings of names, separated by commas")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds for everything")
-    parser.add_argument("--slice", default="flash-slice8")
-    parser.add_argument("--layers", type=int, help="keep the first layers of the slice only")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     begin, results = time.monotonic(), []
@@ -107,7 +98,7 @@ def main() -> None:
         return args.budget - (time.monotonic() - begin)
 
     wanted = tuple(filter(None, args.only.split(",")))
-    chosen = parts(args.out, args.slice, args.layers)
+    chosen = parts(args.out)
     chosen = [p for p in chosen if not wanted or p.name.startswith(wanted)]
     if not chosen:
         parser.error(f"--only {args.only}: names no part")
