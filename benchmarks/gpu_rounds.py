@@ -244,6 +244,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--ks", default="0,1,3")
     args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     torch.backends.cuda.matmul.allow_tf32 = False
     spec, folder = load_spec("v4-nano"), spec_path("v4-nano").with_suffix("")
     params = load_params(spec, folder, torch.float32, None)

@@ -8,6 +8,10 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import pytest
 import torch
 
+# Before anything imports Triton (Inductor does): it decides then what `triton.jit` makes.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # One thread a process: two test workers on two cores would otherwise wait for each other's threads.
 torch.set_num_threads(1)
 

@@ -3,6 +3,7 @@ bytes around every pool."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.engine import test_dspark as dspark
 from tests.ops.test_ngram import search
-from tests.support import nano
+from tests.support import chain, nano
 from tests.support.speculation import Session, greedy, run
 from tests.support.tiny import Tiny
 from v4graph.engine.engine import EngineConfig, LLMEngine
@@ -131,11 +133,21 @@ class Synchronisations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tiny_engine(0),
+        lambda: tiny_engine(1),
+        lambda: tiny_engine(4),
+        lambda: chain.engine(3, 4, checked=False, greedy_only=False),
+        lambda: dspark.engine(checked=False, greedy_only=False),
+    ],
+    ids=["none", "k = 1", "k = 4", "chain", "dspark"],
+)
 def test_nothing_waits_for_the_device_but_the_read_back(
-    k: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], LLMEngine], temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = tiny_engine(k)
+    llm = make()
     waits, rounds = Readback.num_waits, 0
     modes: list[Mode] = []
     launch = llm._launch
@@ -145,7 +157,7 @@ def test_nothing_waits_for_the_device_but_the_read_back(
         return launch(batch)
 
     monkeypatch.setattr(llm, "_launch", noted)
-    ids = {"a": [3, 4, 5], "b": list(range(2, 30))}
+    ids = {"a": [3, 4, 5], "b": [2 + i % 4 for i in range(28)]}
     params = SamplingParams(max_tokens=12, temperature=temperature, ignore_eos=True, seed=1)
     for name, prompt in ids.items():
         llm.add_request(name, prompt, params)

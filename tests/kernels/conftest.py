@@ -1,13 +1,13 @@
-"""Kernels run in Triton's interpreter where there is no GPU; `gpu` tests run the compiled ones."""
+"""Kernels run in Triton's interpreter where there is no GPU; `gpu` tests run the compiled ones.
+
+`tests/conftest.py` turns the interpreter on.
+"""
 
 import os
 
 import pytest
 import torch
 
-# Before Triton is first imported: it decides then what `triton.jit` makes.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 # One configuration a kernel: tests have many shapes, and each would be compiled in all of them.
 os.environ.setdefault("V4GRAPH_TUNE_KERNELS", "0")
 

@@ -195,7 +195,7 @@ class PrefixCache:
         Args:
             ended: the request has all of its tokens; others are likely to go on from here.
         """
-        known = request.num_tokens - self.ahead
+        known = max(request.num_tokens - self.ahead, 0)
         end = min(request.num_computed_tokens, known) // self.unit
         if end > request.num_published_units:
             self._publish_units(request, end)

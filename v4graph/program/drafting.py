@@ -6,22 +6,70 @@ from functools import partial
 
 from torch import Tensor
 
+from v4graph.model.drafting import DraftLayer
 from v4graph.model.dspark import BlockAttention, BlockHead, context
+from v4graph.model.sublayers import AttentionSublayer, FfnSublayer, ResidualSite
 from v4graph.plan.types import Bucket, Mode
+from v4graph.program.chain import hand_over
 from v4graph.program.compiler import Compiler
 from v4graph.program.stage import ModelState, Stage, Tensors
 from v4graph.program.variants import Variant
-from v4graph.spec.model import DsparkSpeculation
+from v4graph.spec.model import DsparkSpeculation, MtpSpeculation
 
 
 def make_stage(
     state: ModelState, mode: Mode, bucket: Bucket, compiler: Compiler, layer: int = 0
 ) -> Stage:
     """The stage of `mode` in the plan's speculative mode; `layer` as for `Stage`."""
-    kinds = {}
-    if state.plan.speculation.kind == "dspark":
+    kind: type[Stage] = Stage
+    if state.plan.mode(mode).layers == "draft":
         kinds = {Mode.DRAFT_EXTEND: ContextStage, Mode.DRAFT_DECODE: BlockStage}
-    return kinds.get(mode, Stage)(state, mode, bucket, compiler, layer)
+        kind = kinds[mode] if state.plan.speculation.kind == "dspark" else MtpStage
+    return kind(state, mode, bucket, compiler, layer)
+
+
+class MtpStage(Stage):
+    """One MTP layer: draft-extend, draft-chain or draft-decode.
+
+    It is all that the stage runs, so that one region holds it: on a CPU a call costs as much as the
+    arithmetic of a few rows.
+    """
+
+    def _build_layers(self) -> None:
+        spec = self.state.spec
+        mode = spec.speculative[self.state.plan.speculation.name]
+        assert isinstance(mode, MtpSpeculation)  # noqa: S101 (the plan was lowered from it)
+        draft, site = DraftLayer(spec, mode), ResidualSite(spec)
+        (kinds,) = self._layers
+        attention, ffn = AttentionSublayer(spec, kinds.attention), FfnSublayer(spec, kinds.ffn)
+        hands_on = self._hands_on
+
+        def layer(
+            streams: Tensor, top: Tensors, w: Tensors, pools: Tensors, m: Tensors
+        ) -> tuple[Tensor, Tensor]:
+            x = draft.enter(streams, m["input_ids"], m["positions"], top["embed.weight"], w)
+            x = attention(x, *site.enter(x, site.weights(w, "attn")), w, pools, m)
+            x = ffn(x, *site.enter(x, site.weights(w, "ffn")), w, m)
+            logits, due = draft.leave(x, m["logits_rows"], w, top["head.weight"])
+            return logits, x if hands_on else due
+
+        self._layer = self.region("layer", layer)
+        if self.mode is Mode.DRAFT_CHAIN:
+            self._hand_over = self.region("hand_over", hand_over)
+
+    def draft(self, streams: Tensor, host: Tensors, variant: Variant) -> Tensor:
+        """The layer over the stage before's `streams [T, N, D]`, and a draft of each due row.
+
+        Returns the due rows' streams, or those of all rows where another layer takes them over.
+        """
+        state = self.state
+        if self.mode is Mode.DRAFT_CHAIN:
+            carried = self._table[f"carried_streams.{self.layer}"]
+            streams = self._hand_over(carried, host["slots"], self.buf, streams)
+        w, pools = state.draft_layers[self.layer], state.draft_pools[self.layer]
+        logits, streams = self._layer(streams, state.top, w, pools, self._meta)
+        self.settle(host, logits, variant)
+        return streams
 
 
 def _mode(state: ModelState) -> DsparkSpeculation:

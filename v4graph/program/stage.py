@@ -16,18 +16,16 @@ import torch
 from torch import Tensor
 
 from v4graph.errors import ProgramError
-from v4graph.model.drafting import DraftLayer
 from v4graph.model.dspark import features
 from v4graph.model.sublayers import AttentionSublayer, FfnSublayer, Head, ResidualSite
 from v4graph.plan.buffers import buffers, mode_groups
 from v4graph.plan.types import Bucket, GroupPlan, LayerPlan, Mode, Plan
 from v4graph.program import settle
-from v4graph.program.chain import hand_over
 from v4graph.program.compiler import Compiler
 from v4graph.program.prepare import MODE_NUMBERS, prepare
 from v4graph.program.table import RequestTable
 from v4graph.program.variants import Variant
-from v4graph.spec.model import ModelSpec, MtpSpeculation
+from v4graph.spec.model import ModelSpec
 
 Tensors = dict[str, Tensor]
 _SETTLE = {
@@ -166,18 +164,10 @@ class Stage:
 
     def _build_layers(self) -> None:
         spec, head = self.state.spec, Head(self.state.spec)
-        mode = spec.speculative.get(self.state.plan.speculation.name)
-        if self._drafting and isinstance(mode, MtpSpeculation):
-            draft = DraftLayer(spec, mode)
-            self._embed = self.region("embed", draft.enter)
-            if self.mode is Mode.DRAFT_CHAIN:
-                self._hand_over = self.region("hand_over", hand_over)
-            self._head = self.region("head", draft.leave)
-        else:
-            self._embed = self.region("embed", head.embed)
-            self._head = self.region("head", head.logits)
-            if self.state.plan.speculation.target_layers:
-                self._features = self.region("features", features)
+        self._embed = self.region("embed", head.embed)
+        self._head = self.region("head", head.logits)
+        if self.state.plan.speculation.target_layers:
+            self._features = self.region("features", features)
         self._site = ResidualSite(spec)
         self._enter = self.region("enter", self._site.enter)
         self._attention = {
@@ -210,19 +200,12 @@ class Stage:
         return logits, self._features(*kept) if targets else x
 
     def draft(self, streams: Tensor, host: Tensors, variant: Variant) -> Tensor:
-        """A draft layer over the stage before's `streams [T, N, D]`, and a draft of each due row.
+        """A stage behind the main model (`program/drafting.py`): what it drafts is settled.
 
-        Returns the due rows' streams, or those of all rows where another layer takes them over.
+        Args:
+            streams: what the stage before hands on. Returned is what the next one takes over.
         """
-        w, top, buf = self.state.draft_layers[self.layer], self.state.top, self.buf
-        if self.mode is Mode.DRAFT_CHAIN:
-            carried = self._table[f"carried_streams.{self.layer}"]
-            streams = self._hand_over(carried, host["slots"], buf, streams)
-        z = self._embed(streams, buf["input_ids"], buf["positions"], top["embed.weight"], w)
-        y = self._run(z)
-        logits, due = self._head(y, buf["logits_rows"], w, top["head.weight"])
-        self.settle(host, logits, variant)
-        return y if self._hands_on else due
+        raise ProgramError(f"{self.mode.value} drafts nothing")
 
     def settle(self, host: Tensors, logits: Tensor, variant: Variant) -> Tensor:
         """Commit what the logits decide; new tokens after a stage of the main model."""
