@@ -1,9 +1,9 @@
 """Routed experts in FP4: only the experts that somebody chose are read.
 
 The kernels here are those of few tokens, and read each expert once; `fp4_grouped` has those of
-many. A program belongs to a (token, choice) pair and a block of outputs. The first pair of an expert
-serves all pairs of it; the programs of the others end at once. So nothing is sorted, and no shape
-depends on the routing. See section 2.1 of the V4 report.
+many. A program belongs to a (token, choice) pair and a block of outputs. The first pair of an
+expert serves all pairs of it; the programs of the others end at once. So nothing is sorted, and no
+shape depends on the routing. See section 2.1 of the V4 report.
 
 Shape suffixes: T tokens, K choices, P = T K pairs, E experts, D hidden, J intermediate.
 """
