@@ -154,11 +154,29 @@ def prefill() -> None:
     )  # fmt: skip
 
 
+def compressor() -> None:
+    """Flash's two ratios and the indexer's keys; one launch, and two."""
+    kernels = load("compressor")
+    for ratio, dim, form, page in ((4, 512, "fp8_ds", 37440), (128, 512, "fp8_ds", 1728),
+                                   (4, 128, "fp8", 8448)):  # fmt: skip
+        parts = 2 if ratio == 4 else 1
+        for tokens in (TOKENS, 512):
+            kernels.close_windows(
+                torch.zeros(tokens, 2 * parts * dim), torch.zeros(ratio, parts * dim),
+                _ids(tokens), _ids(tokens), torch.zeros(8, 2 * parts * dim),
+                _ids(TOKENS, parts * ratio), _ids(TOKENS), torch.zeros(32), _bf16(dim),
+                _ids(TOKENS), _bytes(3, page), overlap=parts == 2, eps=1e-6, row_format=form,
+                page_rows=2 if ratio == 128 else 64, dtype=torch.bfloat16,
+            )  # fmt: skip
+
+
 def main() -> int:
     """Compile the groups named as arguments, all of them without any."""
     _compile_only()
     driver.set_active(_NoDevice())
-    groups = {f.__name__: f for f in (rows, attention, hyper, index, quantised, prefill)}
+    groups = {
+        f.__name__: f for f in (rows, attention, hyper, index, quantised, prefill, compressor)
+    }
     try:
         for name in sys.argv[1:] or groups:
             groups[name]()
