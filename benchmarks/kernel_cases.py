@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from v4graph.ops import quantised
-from v4graph.ops.custom import attention, compressor, hyper, index, rows
+from v4graph.ops.custom import attention, compressor, heads, hyper, index, rows
 from v4graph.ops.custom import quantised as products
 from v4graph.ops.custom.attention import _sparse_attention
 from v4graph.ops.custom.hyper import _hyper_leave_enter
@@ -95,6 +95,39 @@ def rows_cases() -> Iterator[Case]:
             make,
             lambda *a: rows.write_kv_rows(*a, eps=1e-6, rope_dim=64, page_rows=64),
             tokens * (1024 + 256 + 584 + 8) + 1024,
+            shape={"tokens": tokens},
+        )
+
+
+def heads_cases() -> Iterator[Case]:
+    """Queries of 64 heads and 64 index heads, window rows; then the outputs of the heads."""
+    for tokens in (1, 8, 32, 8192):
+
+        def make(tokens: int = tokens) -> tuple:
+            angle = torch.randn(tokens, 32, device="cuda")
+            slots = 64 + torch.randperm(8192, device="cuda")[:tokens]
+            kv = bf16(tokens, 1600)[:, 1024:1536]
+            return bf16(tokens, 40960), kv, bf16(512), angle, angle, slots, packed_pool(192, 64)
+
+        numbers = {"heads": 64, "index_heads": 64, "index_dim": 128, "eps": 1e-6}
+        yield Case(
+            "qkv_rows",
+            make,
+            lambda *a, n=numbers: heads.qkv_rows(*a, **n, rope_dim=64, page_rows=64),
+            tokens * (2 * 40960 * 2 + 1024 + 256 + 584),
+            lambda *a, n=numbers: heads._qkv_rows(*a, **n, rope_dim=64, page_rows=64),
+            {"tokens": tokens},
+        )
+
+        def make_outputs(tokens: int = tokens) -> tuple:
+            angle = torch.randn(tokens, 32, device="cuda")
+            return bf16(tokens, 64, 512), angle, angle
+
+        yield Case(
+            "unrope",
+            make_outputs,
+            heads.unrope,
+            tokens * (2 * 64 * 64 * 2 + 256),
             shape={"tokens": tokens},
         )
 
@@ -296,6 +329,7 @@ def prefill_cases() -> Iterator[Case]:
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "attention": attention_cases,
     "rows": rows_cases,
+    "heads": heads_cases,
     "compressor": compressor_cases,
     "hyper": hyper_cases,
     "index": index_cases,

@@ -170,13 +170,24 @@ def compressor() -> None:
             )  # fmt: skip
 
 
+def heads() -> None:
+    """Flash's heads, with the indexer's and without; the rotation back."""
+    kernels, angle = load("heads"), torch.zeros(TOKENS, 32)
+    numbers = {"heads": 64, "index_dim": 128, "eps": 1e-6, "rope_dim": 64, "page_rows": 64}
+    for index_heads, pool in ((64, _bytes(3, 37440)), (0, _bf16(64, 512))):
+        kernels.qkv_rows(
+            _bf16(TOKENS, 32768 + index_heads * 128), _bf16(TOKENS, 512), _bf16(512), angle, angle,
+            _ids(TOKENS), pool, index_heads=index_heads, **numbers,
+        )  # fmt: skip
+    kernels.unrope(_bf16(TOKENS, 64, 512), angle, angle)
+
+
 def main() -> int:
     """Compile the groups named as arguments, all of them without any."""
     _compile_only()
     driver.set_active(_NoDevice())
-    groups = {
-        f.__name__: f for f in (rows, attention, hyper, index, quantised, prefill, compressor)
-    }
+    every = (rows, compressor, heads, attention, hyper, index, quantised, prefill)
+    groups = {f.__name__: f for f in every}
     try:
         for name in sys.argv[1:] or groups:
             groups[name]()
