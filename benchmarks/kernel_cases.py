@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from v4graph.ops import quantised
-from v4graph.ops.custom import attention, compressor, heads, hyper, index, rows
+from v4graph.ops.custom import attention, compressor, heads, hyper, index, rows, sampling
 from v4graph.ops.custom import quantised as products
 from v4graph.ops.custom.attention import _sparse_attention
 from v4graph.ops.custom.hyper import _hyper_leave_enter
@@ -326,6 +326,19 @@ def prefill_cases() -> Iterator[Case]:
         )
 
 
+def greedy_cases() -> Iterator[Case]:
+    """V4's vocabulary."""
+    for r in (1, 4, 32, 256):
+        yield Case(
+            "greedy_tokens",
+            lambda r=r: (torch.randn(r, 129280, device="cuda"),),
+            sampling.greedy_tokens,
+            r * 129280 * 4,
+            sampling._greedy_tokens,
+            {"rows": r},
+        )
+
+
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "attention": attention_cases,
     "rows": rows_cases,
@@ -335,5 +348,6 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "index": index_cases,
     "linear": linear_cases,
     "experts": experts_cases,
+    "greedy": greedy_cases,
     "prefill": prefill_cases,
 }

@@ -16,7 +16,7 @@ SHARED_BYTES = 232448
 
 
 _SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("attention", "hyper")]
-_QUICK = ("rows", "heads", "compressor", "index", "quantised", "prefill")
+_QUICK = ("rows", "heads", "compressor", "index", "quantised", "prefill", "greedy")
 
 
 @pytest.mark.parametrize("group", [*_QUICK, *_SLOW])

@@ -40,7 +40,8 @@ def test_asking_for_a_kernel_is_one_clear_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["attention", "compressor", "heads", "hyper", "index", "quantised", "rows"]
+    "module",
+    ["attention", "compressor", "heads", "hyper", "index", "quantised", "rows", "sampling"],
 )
 def test_operators_register(module: str) -> None:
     done = run_blocked(f"import v4graph_kernels\nimport v4graph.ops.custom.{module}\n")

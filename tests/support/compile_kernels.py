@@ -182,11 +182,17 @@ def heads() -> None:
     kernels.unrope(_bf16(TOKENS, 64, 512), angle, angle)
 
 
+def greedy() -> None:
+    """V4's vocabulary, in parts and whole."""
+    for rows in (TOKENS, 512):
+        load("greedy").greedy_tokens(torch.zeros(rows, 129280))
+
+
 def main() -> int:
     """Compile the groups named as arguments, all of them without any."""
     _compile_only()
     driver.set_active(_NoDevice())
-    every = (rows, compressor, heads, attention, hyper, index, quantised, prefill)
+    every = (rows, compressor, heads, attention, hyper, index, quantised, prefill, greedy)
     groups = {f.__name__: f for f in every}
     try:
         for name in sys.argv[1:] or groups:
