@@ -20,6 +20,7 @@ from torch import Tensor
 from v4graph.errors import WeightsError
 from v4graph.model.checkpoint import Checkpoint
 from v4graph.model.params import expert_place, logical_entries
+from v4graph.model.projections import StoredParam
 from v4graph.model.quant import (
     FP4_GROUP,
     FP8_BLOCK,
@@ -35,8 +36,6 @@ from v4graph.spec.model import ModelSpec, StoredDrafter
 from v4graph.spec.speculator import SHOWN, find_speculator
 
 Progress = Callable[[str, int, int], None]
-StoredParam = Tensor | Fp8Block | Fp4
-"""A parameter of `load_quantised`: plain, or as its file stores it."""
 Format = Literal["plain", "fp8_block", "fp4"]
 
 _FLOATS = ("F32", "BF16", "F16")
