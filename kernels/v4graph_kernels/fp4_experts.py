@@ -1,8 +1,9 @@
-"""Routed experts in FP4 for few tokens: only the experts that somebody chose are read, each once.
+"""Routed experts in FP4: only the experts that somebody chose are read.
 
-A program belongs to a (token, choice) pair and a block of outputs. The first pair of an expert
-serves all pairs of it; the programs of the others end at once. So nothing is sorted, and no shape
-depends on the routing. See section 2.1 of the V4 report.
+The kernels here are those of few tokens, and read each expert once; `fp4_grouped` has those of
+many. A program belongs to a (token, choice) pair and a block of outputs. The first pair of an
+expert serves all pairs of it; the programs of the others end at once. So nothing is sorted, and no
+shape depends on the routing. See section 2.1 of the V4 report.
 
 Shape suffixes: T tokens, K choices, P = T K pairs, E experts, D hidden, J intermediate.
 """
@@ -14,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from v4graph_kernels.fp4_grouped import grouped_pairs
 from v4graph_kernels.fp8_linear import as_bytes
 from v4graph_kernels.launch import check, check_inner, empty_like_output, next_power_of_2, tuned
-from v4graph_kernels.numerics import load_scale, scaled_e2m1
+from v4graph_kernels.numerics import dot_fp4
 
-MAX_PAIRS = 1024
-"""A program looks at all pairs to find those of its expert."""
+FEW_PAIRS = 1024
+"""More pairs than this are sorted: a program here looks at all of them to find its expert's."""
 BLOCK_M = 16
 
 _CONFIGS = [
@@ -54,30 +56,6 @@ def _own_pairs(experts, P, num_experts, P_PAD: tl.constexpr):
 
 
 @triton.jit
-def _dot_fp4(
-    acc, x_even, x_odd, rows, scales, start, n_in, K,
-    E8M0: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """`acc [BLOCK_N, BLOCK_M]` plus the products of inputs [start, start + BLOCK_K).
-
-    Low nibbles are even inputs, high ones odd; a scale stands for 32 inputs, which are 16 bytes.
-    """
-    dtype: tl.constexpr = x_even.dtype
-    g = tl.arange(0, BLOCK_K // 32)[None, :, None]
-    byte = g * 16 + tl.arange(0, 16)[None, None, :]
-    seen = n_in[:, None, None] & (start + 2 * byte < K)
-    code = tl.load(rows[:, None, None] + start // 2 + byte, mask=seen, other=0).to(tl.int32)
-    s = load_scale(
-        scales[:, None, None] + start // 32 + g,
-        n_in[:, None, None] & (start + 32 * g < K), E8M0,
-    )  # fmt: skip
-    low = tl.reshape(scaled_e2m1(code & 15, s, dtype), (BLOCK_N, BLOCK_K // 2))
-    high = tl.reshape(scaled_e2m1(code >> 4, s, dtype), (BLOCK_N, BLOCK_K // 2))
-    acc = tl.dot(low, tl.trans(x_even), acc, input_precision="ieee")
-    return tl.dot(high, tl.trans(x_odd), acc, input_precision="ieee")
-
-
-@triton.jit
 def _load_inputs(rows, start, m_in, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """Even and odd inputs of BLOCK_M rows, each `[BLOCK_M, BLOCK_K / 2]`."""
     k = start + tl.arange(0, BLOCK_K)[None, :]
@@ -107,11 +85,11 @@ def _gate_up_kernel(
         up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for start in range(0, D, BLOCK_K):
             even, odd = _load_inputs(rows, start, m_in, D, BLOCK_M, BLOCK_K)
-            gate = _dot_fp4(
+            gate = dot_fp4(
                 gate, even, odd, w13 + gate_row * (D // 2), s13 + gate_row * (D // 32),
                 start, n_in, D, E8M0, BLOCK_N, BLOCK_K,
             )  # fmt: skip
-            up = _dot_fp4(
+            up = dot_fp4(
                 up, even, odd, w13 + (gate_row + J) * (D // 2), s13 + (gate_row + J) * (D // 32),
                 start, n_in, D, E8M0, BLOCK_N, BLOCK_K,
             )  # fmt: skip
@@ -146,7 +124,7 @@ def _down_kernel(
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for start in range(0, J, BLOCK_K):
             even, odd = _load_inputs(rows, start, m_in, J, BLOCK_M, BLOCK_K)
-            acc = _dot_fp4(
+            acc = dot_fp4(
                 acc, even, odd, w2 + row * (J // 2), s2 + row * (J // 32),
                 start, n_in, J, E8M0, BLOCK_N, BLOCK_K,
             )  # fmt: skip
@@ -206,7 +184,6 @@ def fp4_experts(
     for name, (tensor, shape) in shapes.items():
         check(tuple(tensor.shape) == shape, f"{name}: {tuple(tensor.shape)}, expected {shape}")
         check(tensor.is_contiguous(), f"{name}: expected a contiguous tensor")
-    check(P <= MAX_PAIRS, f"experts: {P} choices, this kernel takes at most {MAX_PAIRS}")
     check_inner("fp4_experts", x_TD)
     s13, e8m0 = as_bytes("s13", s13)
     s2, e8m0_2 = as_bytes("s2", s2)
@@ -215,17 +192,38 @@ def fp4_experts(
     if P == 0:
         return out.zero_()
     experts = experts_TK.contiguous()
-    h = empty_like_output(x_TD, (P, J))
-    y = empty_like_output(x_TD, (P, D), torch.float32)
-    constants = {"E8M0": e8m0, "P_PAD": next_power_of_2(P), "BLOCK_M": BLOCK_M}
-    _gate_up_kernel[lambda meta: (triton.cdiv(J, meta["BLOCK_N"]), P)](
-        x_TD, weights_TK, experts, w13.view(torch.uint8), s13, h, P, D, J, E, x_TD.stride(0),
-        clamp or 0.0, TOPK=K, CLAMP=clamp is not None, **constants,
-    )  # fmt: skip
-    _down_kernel[lambda meta: (triton.cdiv(D, meta["BLOCK_N"]), P)](
-        h, experts, w2.view(torch.uint8), s2, y, P, D, J, E, **constants
-    )
+    codes = w13.view(torch.uint8), s13, w2.view(torch.uint8), s2
+    pairs = _few_pairs if P <= FEW_PAIRS else grouped_pairs
+    y = pairs(x_TD, weights_TK, experts, *codes, clamp, e8m0)
     _sum_choices_kernel[(T, triton.cdiv(D, 512))](
         y, experts, out, D, E, TOPK=K, BLOCK=512, num_warps=4
     )
     return out
+
+
+def _few_pairs(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    w13: Tensor,
+    s13: Tensor,
+    w2: Tensor,
+    s2: Tensor,
+    clamp: float | None,
+    e8m0: bool,
+) -> Tensor:
+    """What each pair adds to its token; arguments and result as in `grouped_pairs`."""
+    D, K = x_TD.shape[1], experts_TK.shape[1]
+    E, J = w13.shape[0], w13.shape[1] // 2
+    P = experts_TK.numel()
+    h = empty_like_output(x_TD, (P, J))
+    y = empty_like_output(x_TD, (P, D), torch.float32)
+    constants = {"E8M0": e8m0, "P_PAD": next_power_of_2(P), "BLOCK_M": BLOCK_M}
+    _gate_up_kernel[lambda meta: (triton.cdiv(J, meta["BLOCK_N"]), P)](
+        x_TD, weights_TK, experts_TK, w13, s13, h, P, D, J, E, x_TD.stride(0),
+        clamp or 0.0, TOPK=K, CLAMP=clamp is not None, **constants,
+    )  # fmt: skip
+    _down_kernel[lambda meta: (triton.cdiv(D, meta["BLOCK_N"]), P)](
+        h, experts_TK, w2, s2, y, P, D, J, E, **constants
+    )
+    return y

@@ -1,8 +1,8 @@
-"""Linear layers of FP8 block-scaled weights for few tokens: each weight byte is read once.
+"""Linear layers of FP8 block-scaled weights; for few tokens each weight byte is read once.
 
 Weights are decoded in registers and multiplied in the dtype of `x`; the 128 x 128 block scale,
 e8m0 or float32, multiplies the float32 sum of a block of 128 inputs, so no scale is rounded.
-Activations are not quantised.
+Activations are not quantised. Many tokens are `fp8_gemm`'s.
 
 Shape suffixes: M tokens, G groups, N outputs, K inputs of a group.
 """
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from v4graph_kernels.fp8_gemm import fp8_gemm
 from v4graph_kernels.launch import (
     check,
     check_inner,
@@ -22,22 +23,16 @@ from v4graph_kernels.launch import (
     splits_for,
     tuned,
 )
-from v4graph_kernels.numerics import load_scale
+from v4graph_kernels.numerics import decode_e4m3, load_scale
 
 SCALE_BLOCK = 128
-MAX_TOKENS = 256
-"""More tokens than this are no memory-bound product; other kernels suit them better."""
+FEW_TOKENS = 256
+"""More tokens than this are no memory-bound product: `fp8_gemm` multiplies them in larger tiles."""
 
 _CONFIGS = [
     triton.Config({"BLOCK_N": n}, num_warps=w, num_stages=s)
     for n, w, s in ((64, 4, 4), (64, 4, 2), (32, 4, 4), (128, 8, 3), (128, 4, 3), (16, 2, 4))
 ]
-
-
-@triton.jit
-def decode_e4m3(code, dtype: tl.constexpr):
-    """e4m3 bytes to `dtype`, which holds every one of them exactly."""
-    return code.to(tl.float8e4nv, bitcast=True).to(dtype)
 
 
 @tuned(_CONFIGS, key=["M_KEY", "N", "K"])
@@ -99,7 +94,7 @@ def grouped_fp8_linear(x_MGK: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """`out[m, g] = weight[g] @ x[m, g]`, `[M, G, N / G]` in the dtype of `x`.
 
     Args:
-        x_MGK: at most 256 tokens; last axis contiguous.
+        x_MGK: any number of tokens; last axis contiguous.
         weight: e4m3 `[N, K]`, the groups' rows one after the other.
         scale: `[ceil(N / 128), ceil(K / 128)]`, float32 or e8m0 (uint8 means the same).
 
@@ -114,11 +109,14 @@ def grouped_fp8_linear(x_MGK: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     check(G == 1 or N // G % 128 == 0, f"groups of {N // G} rows: expected a multiple of 128")
     expected = (triton.cdiv(N, SCALE_BLOCK), triton.cdiv(K, SCALE_BLOCK))
     check(tuple(scale.shape) == expected, f"scale: {tuple(scale.shape)}, expected {expected}")
-    check(M <= MAX_TOKENS, f"x: {M} tokens, this kernel takes at most {MAX_TOKENS}")
     check_inner("grouped_fp8_linear", x_MGK, weight, scale)
     scale, e8m0 = as_bytes("scale", scale)
     out = empty_like_output(x_MGK, (M, G, N // G))
     if M == 0:
+        return out
+    # float32 products use no tensor cores, so larger tiles would only fill shared memory.
+    if M > FEW_TOKENS and x_MGK.dtype is not torch.float32:
+        fp8_gemm(x_MGK, weight, scale, e8m0, out)
         return out
     block_m = min(max(next_power_of_2(M), 16), 64)
     chunks = triton.cdiv(K, SCALE_BLOCK)

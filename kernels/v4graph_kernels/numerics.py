@@ -48,6 +48,12 @@ def from_e4m3(byte):
 
 
 @triton.jit
+def decode_e4m3(code, dtype: tl.constexpr):
+    """e4m3 bytes (uint8) to `dtype`, which holds every one of them exactly."""
+    return code.to(tl.float8e4nv, bitcast=True).to(dtype)
+
+
+@triton.jit
 def round_bf16(x):
     """float32 to bf16 bits, to nearest even; int32 0 to 65535. NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
@@ -98,3 +104,27 @@ def load_scale(pointers, mask, E8M0: tl.constexpr):
         return bits.to(tl.float32, bitcast=True)
     else:
         return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def dot_fp4(
+    acc, x_even, x_odd, rows, scales, start, n_in, K,
+    E8M0: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`acc [BLOCK_N, BLOCK_M]` plus the products of inputs [start, start + BLOCK_K).
+
+    Low nibbles are even inputs, high ones odd; a scale stands for 32 inputs, which are 16 bytes.
+    """
+    dtype: tl.constexpr = x_even.dtype
+    g = tl.arange(0, BLOCK_K // 32)[None, :, None]
+    byte = g * 16 + tl.arange(0, 16)[None, None, :]
+    seen = n_in[:, None, None] & (start + 2 * byte < K)
+    code = tl.load(rows[:, None, None] + start // 2 + byte, mask=seen, other=0).to(tl.int32)
+    s = load_scale(
+        scales[:, None, None] + start // 32 + g,
+        n_in[:, None, None] & (start + 32 * g < K), E8M0,
+    )  # fmt: skip
+    low = tl.reshape(scaled_e2m1(code & 15, s, dtype), (BLOCK_N, BLOCK_K // 2))
+    high = tl.reshape(scaled_e2m1(code >> 4, s, dtype), (BLOCK_N, BLOCK_K // 2))
+    acc = tl.dot(low, tl.trans(x_even), acc, input_precision="ieee")
+    return tl.dot(high, tl.trans(x_odd), acc, input_precision="ieee")

@@ -120,7 +120,7 @@ def test_a_pool_whose_pages_are_too_short_is_refused(device: str) -> None:
     x, weight, cos, sin, slots = (a.to(device) for a in step(512, 64, torch.float32))
     pool = torch.zeros(PAGES, PAGE_ROWS * 584 - 2, dtype=torch.uint8, device=device)
     with pytest.raises(
-        ValueError, match="pages of 2334 bytes, expected an even number of at least"
+        ValueError, match="pages of 2334 bytes, expected a multiple of 2 of at least 2336"
     ):
         load("cache_rows").write_kv_rows(
             x, weight, cos, sin, slots, pool, eps=EPS, rope_dim=64, page_rows=PAGE_ROWS

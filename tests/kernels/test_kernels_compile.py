@@ -16,9 +16,10 @@ SHARED_BYTES = 232448
 
 
 _SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("attention", "hyper")]
+_QUICK = ("rows", "heads", "compressor", "index", "quantised", "prefill")
 
 
-@pytest.mark.parametrize("group", ["rows", "index", "quantised", *_SLOW])
+@pytest.mark.parametrize("group", [*_QUICK, *_SLOW])
 def test_compiles_for_sm_90(group: str, tmp_path: Path) -> None:
     """The interpreter runs programs that the compiler refuses."""
     pytest.importorskip("triton.backends.nvidia", reason="no NVIDIA compiler in this Triton")

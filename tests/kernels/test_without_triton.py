@@ -39,7 +39,9 @@ def test_asking_for_a_kernel_is_one_clear_error() -> None:
     assert "kernel module 'hyper' needs Triton, which is not installed" in done.stdout
 
 
-@pytest.mark.parametrize("module", ["attention", "hyper", "index", "quantised", "rows"])
+@pytest.mark.parametrize(
+    "module", ["attention", "compressor", "heads", "hyper", "index", "quantised", "rows"]
+)
 def test_operators_register(module: str) -> None:
     done = run_blocked(f"import v4graph_kernels\nimport v4graph.ops.custom.{module}\n")
     assert done.returncode == 0, done.stderr

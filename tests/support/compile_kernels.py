@@ -142,11 +142,52 @@ def quantised() -> None:
     )  # fmt: skip
 
 
+def prefill() -> None:
+    """The same products of many tokens."""
+    many = 512
+    x, weight = _bf16(many, 4096), _bytes(1536, 4096).view(torch.float8_e4m3fn)
+    for scale in (_bytes(12, 32), torch.zeros(12, 32)):
+        load("fp8_linear").fp8_linear(x, weight, scale)
+    load("fp4_experts").fp4_experts(
+        x, torch.zeros(many, 6), _ids(many, 6), _bytes(24, 4096, 2048), _bytes(24, 4096, 128),
+        _bytes(24, 4096, 1024), _bytes(24, 4096, 64), 10.0,
+    )  # fmt: skip
+
+
+def compressor() -> None:
+    """Flash's two ratios and the indexer's keys; one launch, and two."""
+    kernels = load("compressor")
+    for ratio, dim, form, page in ((4, 512, "fp8_ds", 37440), (128, 512, "fp8_ds", 1728),
+                                   (4, 128, "fp8", 8448)):  # fmt: skip
+        parts = 2 if ratio == 4 else 1
+        for tokens in (TOKENS, 512):
+            kernels.close_windows(
+                torch.zeros(tokens, 2 * parts * dim), torch.zeros(ratio, parts * dim),
+                _ids(tokens), _ids(tokens), torch.zeros(8, 2 * parts * dim),
+                _ids(TOKENS, parts * ratio), _ids(TOKENS), torch.zeros(32), _bf16(dim),
+                _ids(TOKENS), _bytes(3, page), overlap=parts == 2, eps=1e-6, row_format=form,
+                page_rows=2 if ratio == 128 else 64, dtype=torch.bfloat16,
+            )  # fmt: skip
+
+
+def heads() -> None:
+    """Flash's heads, with the indexer's and without; the rotation back."""
+    kernels, angle = load("heads"), torch.zeros(TOKENS, 32)
+    numbers = {"heads": 64, "index_dim": 128, "eps": 1e-6, "rope_dim": 64, "page_rows": 64}
+    for index_heads, pool in ((64, _bytes(3, 37440)), (0, _bf16(64, 512))):
+        kernels.qkv_rows(
+            _bf16(TOKENS, 32768 + index_heads * 128), _bf16(TOKENS, 512), _bf16(512), angle, angle,
+            _ids(TOKENS), pool, index_heads=index_heads, **numbers,
+        )  # fmt: skip
+    kernels.unrope(_bf16(TOKENS, 64, 512), angle, angle)
+
+
 def main() -> int:
     """Compile the groups named as arguments, all of them without any."""
     _compile_only()
     driver.set_active(_NoDevice())
-    groups = {f.__name__: f for f in (rows, attention, hyper, index, quantised)}
+    every = (rows, compressor, heads, attention, hyper, index, quantised, prefill)
+    groups = {f.__name__: f for f in every}
     try:
         for name in sys.argv[1:] or groups:
             groups[name]()

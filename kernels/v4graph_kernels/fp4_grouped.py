@@ -1,0 +1,147 @@
+"""Routed experts in FP4 for many tokens: a grouped product over tiles of one expert's pairs.
+
+Low nibbles are even inputs and high ones odd, so activations lie as two halves, even channels and
+odd ones: a nibble tile and its half multiply without shuffles, and the half goes straight to shared
+memory. Weights are decoded in registers as `fp4_experts` does, and are the left operand.
+
+Shape suffixes: T tokens, K choices, P pairs, N tiles, E experts, D hidden, J intermediate.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from v4graph_kernels.expert_tiles import expert_tiles
+from v4graph_kernels.launch import empty_like_output, next_power_of_2, tuned
+from v4graph_kernels.numerics import dot_fp4
+
+_CONFIGS = [
+    triton.Config({"BLOCK_N": n, "BLOCK_K": k}, num_warps=w, num_stages=s)
+    for n, k, w, s in ((64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 8, 4), (128, 128, 8, 3))
+]
+
+
+@triton.jit
+def _tile(pairs, expert_of_tile, M: tl.constexpr):
+    """This program's expert, its pairs, and which of these are real."""
+    tile = tl.program_id(1)
+    pair = tl.load(pairs + tile * M + tl.arange(0, M)).to(tl.int64)
+    return tl.load(expert_of_tile + tile).to(tl.int64), pair, pair >= 0
+
+
+@triton.jit
+def _load_half(rows, at, half, m_in, BLOCK: tl.constexpr):
+    """Inputs [at, at + BLOCK) of a half of `half` channels, `[M, BLOCK]`."""
+    c = at + tl.arange(0, BLOCK)[None, :]
+    return tl.load(rows[:, None] + c, mask=m_in[:, None] & (c < half), other=0.0)
+
+
+@tuned(_CONFIGS, key=["P_KEY", "D", "J"])
+@triton.jit
+def _gate_up_kernel(
+    x, x_odd, weights, pairs, expert_of_tile, w13, s13, h, P, P_KEY, D, J, clamp,
+    TOPK: tl.constexpr, CLAMP: tl.constexpr, E8M0: tl.constexpr,
+    M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`h[:, p] = weight_p * swiglu(gate, up)` of BLOCK_N channels, for the pairs of a tile."""
+    expert, pair, m_in = _tile(pairs, expert_of_tile, M)
+    if expert < 0:
+        return
+    # The even channels of the block, then the odd ones, so that both halves are stored in runs.
+    i = tl.arange(0, BLOCK_N)
+    odd_n, at_n = i // (BLOCK_N // 2), i % (BLOCK_N // 2)
+    c = tl.program_id(0) * (BLOCK_N // 2) + at_n
+    n_in = c < J // 2
+    gate_row = expert * 2 * J + 2 * c + odd_n
+    at = tl.where(m_in, pair // TOPK, 0) * (D // 2)
+    gate = tl.zeros((BLOCK_N, M), tl.float32)
+    up = tl.zeros((BLOCK_N, M), tl.float32)
+    for start in range(0, D, BLOCK_K):
+        even = _load_half(x + at, start // 2, D // 2, m_in, BLOCK_K // 2)
+        odd = _load_half(x_odd + at, start // 2, D // 2, m_in, BLOCK_K // 2)
+        gate = dot_fp4(
+            gate, even, odd, w13 + gate_row * (D // 2), s13 + gate_row * (D // 32),
+            start, n_in, D, E8M0, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        up = dot_fp4(
+            up, even, odd, w13 + (gate_row + J) * (D // 2), s13 + (gate_row + J) * (D // 32),
+            start, n_in, D, E8M0, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    if CLAMP:
+        # Comparisons leave a NaN in place, where a minimum might drop it.
+        gate = tl.where(gate > clamp, clamp, gate)
+        up = tl.where(up > clamp, clamp, tl.where(up < -clamp, -clamp, up))
+    weight = tl.load(weights + pair, mask=m_in, other=0.0).to(tl.float32)
+    out = gate * tl.sigmoid(gate) * up * weight[None, :]
+    to = h + (pair[None, :] + (odd_n * P)[:, None]) * (J // 2) + c[:, None]
+    tl.store(to, out.to(h.dtype.element_ty), mask=n_in[:, None] & m_in[None, :])
+
+
+@tuned(_CONFIGS, key=["P_KEY", "D", "J"])
+@triton.jit
+def _down_kernel(
+    h, h_odd, pairs, expert_of_tile, w2, s2, y, P_KEY, D, J,
+    E8M0: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`y[p] = w2 h[p]`, float32 `[P, D]`; pairs without a tile are not written."""
+    expert, pair, m_in = _tile(pairs, expert_of_tile, M)
+    if expert < 0:
+        return
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_in = n < D
+    row = expert * D + n
+    at = tl.where(m_in, pair, 0) * (J // 2)
+    acc = tl.zeros((BLOCK_N, M), tl.float32)
+    for start in range(0, J, BLOCK_K):
+        even = _load_half(h + at, start // 2, J // 2, m_in, BLOCK_K // 2)
+        odd = _load_half(h_odd + at, start // 2, J // 2, m_in, BLOCK_K // 2)
+        acc = dot_fp4(
+            acc, even, odd, w2 + row * (J // 2), s2 + row * (J // 32),
+            start, n_in, J, E8M0, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    to = y + pair[None, :] * D + n[:, None]
+    tl.store(to, acc, mask=n_in[:, None] & m_in[None, :])
+
+
+def places_for(num_pairs: int, num_experts: int) -> int:
+    """Pairs of a tile, 16 to 128: about those of one expert if all are chosen alike."""
+    return min(max(next_power_of_2(num_pairs // num_experts), 16), 128)
+
+
+def grouped_pairs(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    w13: Tensor,
+    s13: Tensor,
+    w2: Tensor,
+    s2: Tensor,
+    clamp: float | None,
+    e8m0: bool,
+) -> Tensor:
+    """What each pair adds to its token, float32 `[P, D]`; garbage where its expert does not exist.
+
+    Arguments as `fp4_experts` has checked them, codes and e8m0 scales as uint8. The result takes
+    4 D bytes a pair: 805 MB for 8,192 tokens of 6 choices and 4,096 channels.
+    """
+    D, topk = x_TD.shape[1], experts_TK.shape[1]
+    E, J = w13.shape[0], w13.shape[1] // 2
+    P = experts_TK.numel()
+    places = places_for(P, E)
+    pairs, expert_of_tile = expert_tiles(experts_TK.flatten(), E, places)
+    x = x_TD.unflatten(1, (D // 2, 2)).permute(2, 0, 1).contiguous()
+    h = empty_like_output(x_TD, (2, P, J // 2))
+    y = empty_like_output(x_TD, (P, D), torch.float32)
+    # Channels vary fastest: concurrent programs then share the rows of few tiles.
+    tiles, key = expert_of_tile.shape[0], next_power_of_2(P)
+    _gate_up_kernel[lambda meta: (triton.cdiv(J, meta["BLOCK_N"]), tiles)](
+        x[0], x[1], weights_TK, pairs, expert_of_tile, w13, s13, h, P, key, D, J, clamp or 0.0,
+        TOPK=topk, CLAMP=clamp is not None, E8M0=e8m0, M=places,
+    )  # fmt: skip
+    _down_kernel[lambda meta: (triton.cdiv(D, meta["BLOCK_N"]), tiles)](
+        h[0], h[1], pairs, expert_of_tile, w2, s2, y, key, D, J, E8M0=e8m0, M=places
+    )
+    return y
