@@ -58,7 +58,7 @@ class BlockAttention(AttentionSublayer):
         """Write the context rows of the step's tokens; `main` is what `context` returns."""
         a = self.config
         kv = linear_rows(main_TD, w, "attn.in", a.q_lora_rank, a.head_dim)
-        self.rows.write_window(kv, w["attn.kv_norm.weight"], *self.rope(m), pools, m)
+        self.rows.write_window(kv, w["attn.kv_norm.weight"], self.rope(m), pools, m)
 
     def __call__(
         self,
@@ -71,13 +71,13 @@ class BlockAttention(AttentionSublayer):
         m: Tensors,
     ) -> Tensor:
         """Run the sublayer over whole blocks; arguments as in `AttentionSublayer`."""
-        cos, sin = self.rope(m)
-        q, kv, _ = self.project(h, w, cos, sin)
+        rope = self.rope(m)
+        queries, kv, _ = self.project(h, w)
         row = torch.arange(len(kv), device=kv.device)[:, None]
         block = row - row % self.block_size + torch.arange(self.block_size, device=kv.device)
         norm, sink = w["attn.kv_norm.weight"], w["attn.attn_sink"]
-        out = self.rows.attend_block(q, kv, norm, (cos, sin), block, sink, pools, m)
-        return self.leave(x_TND, out, post, comb, w, cos, sin)
+        out = self.rows.attend_block(queries, kv, norm, rope, block, sink, pools, m)
+        return self.leave(x_TND, out, post, comb, w, rope)
 
 
 class BlockHead:

@@ -1,9 +1,8 @@
-"""How attention writes, selects and reads paged cache rows: two implementations of one contract.
+"""What attention does with its paged caches, as plain functions that the compiler fuses.
 
-`FusedRows` are plain functions over `[rows, dim]` pools, which the compiler fuses with their
-neighbours: right for a CPU and the reference everywhere. `OperatorRows` call the registered
-operators, which read pools of every row format and are Triton kernels on a GPU. A layer's is
-chosen once, when its program is built.
+`FusedRows` reads and writes `[rows, dim]` pools: right for a CPU, and the reference everywhere.
+`paged_operators.OperatorRows` keeps the same contract by registered operators. A layer's is chosen
+once, when its program is built.
 
 Shape suffixes: T tokens, C closing windows, H heads, E channels, K chosen rows.
 """
@@ -24,36 +23,64 @@ from v4graph.ops.blocks import (
     token_blocks,
 )
 from v4graph.ops.cache import write_rows
-from v4graph.ops.custom import attention as attention_operators
-from v4graph.ops.custom import index as index_operators
-from v4graph.ops.custom import rows as row_operators
+from v4graph.ops.compress import pool_windows, state_rows
 from v4graph.ops.indexer import index_scores, select_topk
 from v4graph.ops.norm import rms_norm
-from v4graph.ops.rope import rotate
-from v4graph.ops.rows import empty_page
+from v4graph.ops.rope import cos_sin, rotate
 from v4graph.spec.model import (
-    CacheGroup,
     CompressedGroup,
-    CompressorStateGroup,
     ModelSpec,
     SlidingAttention,
     SparseAttention,
 )
 
 Tensors = dict[str, Tensor]
-PACKED = ("fp8_ds", "fp8")
+Rope = tuple[Tensor, Tensor]
+"""Cosines and sines of the step's tokens, float32 `[T, rope_dim / 2]` each."""
+STATE = {"compressed": "state", "index": "index_state"}
+"""The cache role of the compressor states that feed each role."""
+COMPRESSOR = {"compressed": "attn.compressor", "index": "attn.indexer.compressor"}
 
 
 class PagedRows(Protocol):
-    """What an attention sublayer asks of its caches."""
+    """What an attention sublayer asks of its caches; `m` are a step's static buffers."""
+
+    def enter(
+        self,
+        queries_TQ: Tensor,
+        kv_TE: Tensor,
+        norm: Tensor,
+        rope: Rope,
+        pools: Tensors,
+        m: Tensors,
+    ) -> tuple[Tensor, Tensor]:
+        """Write the window's rows, normalised and rotated; return the heads' queries `[T, H, E]`,
+        normalised and rotated, and the indexer's `[T, H', E']`, rotated (H' is 0 without one)."""
+        ...
 
     def write_window(
-        self, kv_TE: Tensor, norm: Tensor, cos: Tensor, sin: Tensor, pools: Tensors, m: Tensors
+        self, kv_TE: Tensor, norm: Tensor, rope: Rope, pools: Tensors, m: Tensors
     ) -> None:
-        """Normalise and rotate the step's rows, and write them into the window."""
+        """Write the window's rows, normalised and rotated."""
+        ...
 
-    def write_compressed(self, role: str, rows_CE: Tensor, pools: Tensors, m: Tensors) -> None:
-        """Write the finished rows of closing windows; `role` is `compressed` or `index`."""
+    def close_windows(
+        self,
+        role: str,
+        projected: Tensor,
+        dtype: torch.dtype,
+        w: Tensors,
+        pools: Tensors,
+        m: Tensors,
+    ) -> None:
+        """Write the step's compressor states, then the rows of the windows that they close.
+
+        Args:
+            role: `compressed` or `index`.
+            projected: (kv, score) of each token, float32 `[T, 2 width]`.
+            dtype: what a pooled row is rounded to before its norm.
+        """
+        ...
 
     def attend(
         self,
@@ -72,57 +99,99 @@ class PagedRows(Protocol):
 
     def attend_block(
         self,
-        q_THE: Tensor,
+        queries_TQ: Tensor,
         kv_TE: Tensor,
         norm: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         block_TB: Tensor,
         sink_H: Tensor,
         pools: Tensors,
         m: Tensors,
     ) -> Tensor:
         """Attention to the window and to rows that stay in no cache: row `block[t, i]` of the
-        step's own, normalised and rotated here."""
+        step's own, normalised and rotated here like the queries."""
+        ...
+
+    def leave(self, out_THE: Tensor, rope: Rope) -> Tensor:
+        """The heads' outputs with their rotation undone; may be done in place."""
         ...
 
 
-def paged_rows(spec: ModelSpec, name: str, operators: bool) -> PagedRows:
-    """The implementation for attention entry `name`; packed row formats need operators."""
-    caches = dict(spec.attention[name].caches).values()
-    packed = any(_row_format(spec.cache_groups[c]) in PACKED for c in caches)
-    return (OperatorRows if operators or packed else FusedRows)(spec, name)
+class AttentionCaches:
+    """What every implementation knows of an attention entry."""
 
-
-def _row_format(group: CacheGroup) -> str:
-    return "f32" if isinstance(group, CompressorStateGroup) else group.row.format
-
-
-class _Rows:
     def __init__(self, spec: ModelSpec, name: str) -> None:
         self.config = spec.attention[name]
         self.eps = spec.norm_eps
         self.caches: dict[str, str] = dict(self.config.caches)
         self.scale = self.config.head_dim**-0.5
-        self.topk = self.config.indexer.topk if isinstance(self.config, SparseAttention) else 0
+        self.indexer = self.config.indexer if isinstance(self.config, SparseAttention) else None
+        self.compressed: dict[str, CompressedGroup] = {
+            role: group
+            for role, group_name in self.caches.items()
+            if isinstance(group := spec.cache_groups[group_name], CompressedGroup)
+        }
 
-    def slots(self, role: str, field: str, m: Tensors) -> Tensor:
+    def buffer(self, role: str, field: str, m: Tensors) -> Tensor:
+        """A static buffer of the group that has a role, such as `slot_mapping`."""
         return m[f"{self.caches[role]}.{field}"]
 
 
-class FusedRows(_Rows):
+class FusedRows(AttentionCaches):
     """Plain functions over `[rows, dim]` pools; see `PagedRows`."""
 
-    def row(self, kv: Tensor, norm: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return rotate(rms_norm(kv, norm, self.eps), cos, sin)
+    def enter(
+        self,
+        queries_TQ: Tensor,
+        kv_TE: Tensor,
+        norm: Tensor,
+        rope: Rope,
+        pools: Tensors,
+        m: Tensors,
+    ) -> tuple[Tensor, Tensor]:
+        self.write_window(kv_TE, norm, rope, pools, m)
+        width = self.config.heads * self.config.head_dim
+        heads, dim = (self.indexer.heads, self.indexer.dim) if self.indexer else (0, 1)
+        index = queries_TQ[:, width:].unflatten(-1, (heads, dim))
+        index = rotate(index, *_by_head(rope)) if heads else index
+        return self._queries(queries_TQ[:, :width], rope), index
+
+    def _queries(self, queries: Tensor, rope: Rope) -> Tensor:
+        q = queries.unflatten(-1, (self.config.heads, self.config.head_dim))
+        return rotate(rms_norm(q, None, self.eps), *_by_head(rope))
 
     def write_window(
-        self, kv_TE: Tensor, norm: Tensor, cos: Tensor, sin: Tensor, pools: Tensors, m: Tensors
+        self, kv_TE: Tensor, norm: Tensor, rope: Rope, pools: Tensors, m: Tensors
     ) -> None:
-        row = self.row(kv_TE, norm, cos, sin)
-        write_rows(pools["window"], self.slots("window", "slot_mapping", m), row)
+        row = rotate(rms_norm(kv_TE, norm, self.eps), *rope)
+        write_rows(pools["window"], self.buffer("window", "slot_mapping", m), row)
 
-    def write_compressed(self, role: str, rows_CE: Tensor, pools: Tensors, m: Tensors) -> None:
-        write_rows(pools[role], self.slots(role, "slot_mapping", m), rows_CE)
+    def close_windows(
+        self,
+        role: str,
+        projected: Tensor,
+        dtype: torch.dtype,
+        w: Tensors,
+        pools: Tensors,
+        m: Tensors,
+    ) -> None:
+        p, group, state = COMPRESSOR[role], self.compressed[role], STATE[role]
+        kv, score = projected.chunk(2, dim=-1)
+        new = state_rows(kv, score, w[f"{p}.ape"], m["positions"])
+        write_rows(pools[state], self.buffer(state, "slot_mapping", m), new)
+        read = self.buffer(state, "read_slots", m)
+        last = m[f"closing_positions.{group.ratio}"]
+        start = (last - (group.ratio - 1)).clamp_min(0)
+        pooled = pool_windows(
+            gather_rows(pools[state], read),
+            read >= 0,
+            w[f"{p}.norm.weight"],
+            *cos_sin(start, m[f"freqs.{self.config.rope}"]),
+            overlap=group.overlap,
+            norm_eps=self.eps,
+            dtype=dtype,
+        )
+        write_rows(pools[role], self.buffer(role, "slot_mapping", m), pooled)
 
     def attend(
         self,
@@ -132,11 +201,11 @@ class FusedRows(_Rows):
         pools: Tensors,
         m: Tensors,
     ) -> Tensor:
-        near, window = self.slots("window", "read_slots", m), pools["window"]
+        near, window = self.buffer("window", "read_slots", m), pools["window"]
         blocks = self._blocks(near, m)
         rows = slots = chosen = None
         if not isinstance(self.config, SlidingAttention):
-            rows, slots = pools["compressed"], self.slots("compressed", "read_slots", m)
+            rows, slots = pools["compressed"], self.buffer("compressed", "read_slots", m)
         if index is not None:
             chosen = self._choose(*index, blocks, pools, m)
         # A block multiplies every visible row, so it pays only while most of them are chosen.
@@ -166,130 +235,34 @@ class FusedRows(_Rows):
         self, q: Tensor, weights: Tensor, blocks: Blocks | None, pools: Tensors, m: Tensors
     ) -> Tensor:
         """Which of its visible compressed rows each token attends to, `[T, K]`, -1 where fewer."""
-        slots = self.slots("index", "read_slots", m)
+        assert self.indexer is not None  # noqa: S101 (the caller has its queries)
+        slots = self.buffer("index", "read_slots", m)
         if blocks is None:
             scores = index_scores(q, gather_rows(pools["index"], slots), weights)
         else:
             scores = block_index_scores(q, pools["index"], slots, weights, blocks)
-        return select_topk(scores, self.slots("index", "num_entries", m), self.topk)
+        return select_topk(scores, self.buffer("index", "num_entries", m), self.indexer.topk)
 
     def attend_block(
         self,
-        q_THE: Tensor,
+        queries_TQ: Tensor,
         kv_TE: Tensor,
         norm: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         block_TB: Tensor,
         sink_H: Tensor,
         pools: Tensors,
         m: Tensors,
     ) -> Tensor:
-        near, window = self.slots("window", "read_slots", m), pools["window"]
-        row = self.row(kv_TE, norm, *rope).to(window.dtype)
-        return paged_attention(q_THE, window, near, row, block_TB, sink_H, self.scale)
+        near, window = self.buffer("window", "read_slots", m), pools["window"]
+        row = rotate(rms_norm(kv_TE, norm, self.eps), *rope).to(window.dtype)
+        q = self._queries(queries_TQ, rope)
+        return paged_attention(q, window, near, row, block_TB, sink_H, self.scale)
+
+    def leave(self, out_THE: Tensor, rope: Rope) -> Tensor:
+        cos, sin = _by_head(rope)
+        return rotate(out_THE, cos, -sin)
 
 
-class OperatorRows(_Rows):
-    """The registered operators, over pools of every row format; see `PagedRows`."""
-
-    def __init__(self, spec: ModelSpec, name: str) -> None:
-        super().__init__(spec, name)
-        self.rope_dim = spec.rope[self.config.rope].dim
-        self.page_rows: dict[str, int] = {}
-        for role, group_name in self.caches.items():
-            group = spec.cache_groups[group_name]
-            ratio = group.ratio if isinstance(group, CompressedGroup) else 1
-            self.page_rows[role] = group.page_tokens // ratio
-
-    def write_window(
-        self, kv_TE: Tensor, norm: Tensor, cos: Tensor, sin: Tensor, pools: Tensors, m: Tensors
-    ) -> None:
-        slots = self.slots("window", "slot_mapping", m)
-        self._write(kv_TE, norm, cos, sin, slots, pools["window"], self.page_rows["window"])
-
-    def _write(
-        self,
-        kv: Tensor,
-        norm: Tensor | None,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        slots: Tensor,
-        pool: Tensor,
-        page_rows: int,
-    ) -> None:
-        row_operators.write_kv_rows(
-            kv, norm, cos, sin, slots, pool, eps=self.eps, rope_dim=self.rope_dim,
-            page_rows=page_rows,
-        )  # fmt: skip
-
-    def write_compressed(self, role: str, rows_CE: Tensor, pools: Tensors, m: Tensors) -> None:
-        slots, page_rows = self.slots(role, "slot_mapping", m), self.page_rows[role]
-        if role == "index":
-            row_operators.write_index_rows(rows_CE, slots, pools[role], page_rows=page_rows)
-        else:
-            self._write(rows_CE, None, None, None, slots, pools[role], page_rows)
-
-    def attend(
-        self,
-        q_THE: Tensor,
-        sink_H: Tensor,
-        index: tuple[Tensor, Tensor] | None,
-        pools: Tensors,
-        m: Tensors,
-    ) -> Tensor:
-        rows = slots = None
-        if not isinstance(self.config, SlidingAttention):
-            rows, slots = pools["compressed"], self.slots("compressed", "read_slots", m)
-        if index is not None:
-            scores = index_operators.paged_index_scores(
-                index[0],
-                pools["index"],
-                self.slots("index", "read_slots", m),
-                index[1],
-                page_rows=self.page_rows["index"],
-            )
-            entries = self.slots("index", "num_entries", m)
-            slots = index_operators.select_rows(scores, entries, slots, topk=self.topk)
-        page_rows = self.page_rows.get("compressed", 1)
-        return self._attend(q_THE, rows, slots, sink_H, page_rows, pools, m)
-
-    def _attend(
-        self,
-        q: Tensor,
-        rows: Tensor | None,
-        slots: Tensor | None,
-        sink: Tensor,
-        page_rows: int,
-        pools: Tensors,
-        m: Tensors,
-    ) -> Tensor:
-        return attention_operators.sparse_attention(
-            q,
-            pools["window"],
-            self.slots("window", "read_slots", m),
-            rows,
-            slots,
-            sink,
-            self.scale,
-            rope_dim=self.rope_dim,
-            window_page_rows=self.page_rows["window"],
-            compressed_page_rows=page_rows,
-        )
-
-    def attend_block(
-        self,
-        q_THE: Tensor,
-        kv_TE: Tensor,
-        norm: Tensor,
-        rope: tuple[Tensor, Tensor],
-        block_TB: Tensor,
-        sink_H: Tensor,
-        pools: Tensors,
-        m: Tensors,
-    ) -> Tensor:
-        # A page of the window's own format for the step's rows, behind a null row.
-        page_rows = len(kv_TE) + 1
-        page = empty_page(pools["window"], page_rows, kv_TE.shape[1], self.rope_dim)
-        slots = torch.arange(1, page_rows, device=kv_TE.device)
-        self._write(kv_TE, norm, *rope, slots, page, page_rows)
-        return self._attend(q_THE, page, block_TB + 1, sink_H, page_rows, pools, m)
+def _by_head(rope: Rope) -> Rope:
+    return rope[0][:, None], rope[1][:, None]

@@ -121,6 +121,14 @@ def split_linear(x_TD: Tensor, w: Tensors, name: str, sizes: Sequence[int]) -> l
     return out
 
 
+def joint_linear(x_TD: Tensor, w: Tensors, name: str) -> Tensor:
+    """The outputs of all projections that `stack` put together, `[T, sum of their rows]`."""
+    parts = [linear(x_TD, w, name)]
+    while (more := _run_name(name, len(parts))) in w:
+        parts.append(linear(x_TD, w, more))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
 def linear_rows(x_TD: Tensor, w: Tensors, name: str, begin: int, size: int) -> Tensor:
     """Outputs [begin, begin + size) of projections that `stack` put together, `[T, size]`."""
     weight = w[name]

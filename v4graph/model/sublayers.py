@@ -8,27 +8,24 @@ Shape suffixes: T tokens in the step, N residual streams, D hidden, H heads, E h
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from v4graph.model.paged import paged_rows
+from v4graph.model.paged import Rope
+from v4graph.model.paged_operators import paged_rows
 from v4graph.model.projections import (
     StoredParam,
     experts,
     grouped_linear,
+    joint_linear,
     linear,
     linear_float32,
     split_linear,
     stack,
 )
-from v4graph.ops.attention import gather_rows
-from v4graph.ops.cache import write_rows
-from v4graph.ops.compress import pool_windows, state_rows
 from v4graph.ops.custom import hyper as hyper_operators
 from v4graph.ops.hyper import hyper_head, hyper_post, hyper_pre
 from v4graph.ops.moe import route
 from v4graph.ops.norm import rms_norm, swiglu
-from v4graph.ops.rope import cos_sin, rotate
 from v4graph.spec.model import (
     Attention,
     CompressedGroup,
@@ -93,12 +90,9 @@ class AttentionSublayer:
         self.residual = ResidualSite(spec, operators)
         self.rows = paged_rows(spec, name, operators)
         self.eps = spec.norm_eps
-        self.caches: dict[str, str] = dict(self.config.caches)
-        self.compressed: dict[str, CompressedGroup] = {
-            role: group
-            for role, group_name in self.caches.items()
-            if isinstance(group := spec.cache_groups[group_name], CompressedGroup)
-        }
+        groups = {r: spec.cache_groups[g] for r, g in dict(self.config.caches).items()}
+        self.compressed = tuple(r for r, g in groups.items() if isinstance(g, CompressedGroup))
+        """Cache roles of compressed rows: `compressed`, and `index` with an indexer."""
 
     def pack(self, w: dict[str, StoredParam]) -> dict[str, StoredParam]:
         """Stack the projections that share an input.
@@ -137,96 +131,43 @@ class AttentionSublayer:
                 in place.
             m: the program's static buffers, and `freqs.<rope>`.
         """
-        a = self.config
-        cos, sin = self.rope(m)
-        q, kv, index = self.project(h, w, cos, sin)
-        self.rows.write_window(kv, w["attn.kv_norm.weight"], cos, sin, pools, m)
+        rope = self.rope(m)
+        queries, kv, weights = self.project(h, w)
+        q, q_index = self.rows.enter(queries, kv, w["attn.kv_norm.weight"], rope, pools, m)
         if self.compressed:
             states = linear_float32(h, w["attn.compress"])
             own = w["attn.compressor.ape"].shape[1] * 2
-            parts = {"compressed": ("attn.compressor", "state", states[:, :own])}
-            if isinstance(a, SparseAttention):
-                parts["index"] = ("attn.indexer.compressor", "index_state", states[:, own:])
-            for role, (p, state, projected) in parts.items():
-                self._close_windows(p, role, state, projected, h.dtype, w, pools, m)
+            parts = {"compressed": states[:, :own], "index": states[:, own:]}
+            for role in self.compressed:
+                self.rows.close_windows(role, parts[role], h.dtype, w, pools, m)
+        index = None if weights is None else (q_index, weights)
         out = self.rows.attend(q, w["attn.attn_sink"], index, pools, m)
-        return self.leave(x_TND, out, post, comb, w, cos, sin)
+        return self.leave(x_TND, out, post, comb, w, rope)
 
-    def rope(self, m: Tensors) -> tuple[Tensor, Tensor]:
+    def rope(self, m: Tensors) -> Rope:
         """Cosines and sines of the step's positions, `[T, rope_dim / 2]` each."""
         return m[f"rope.{self.config.rope}.cos"], m[f"rope.{self.config.rope}.sin"]
 
-    def project(
-        self, h: Tensor, w: Tensors, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """What a step needs of `h [T, D]`: the heads' rotated queries `[T, H, E]`, the row `[T, E]`
-        of each token before its norm, and a sparse layer's `index` for `PagedRows.attend`."""
-        a, eps = self.config, self.eps
-        sizes, widths = [a.q_lora_rank, a.head_dim], [a.heads * a.head_dim]
+    def project(self, h: Tensor, w: Tensors) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What a step needs of `h [T, D]`, before norms and rotation: the queries `[T, Q]` of the
+        heads and the indexer, each token's row `[T, E]`, a sparse layer's head weights `[T, H']`."""
+        a = self.config
         indexer = a.indexer if isinstance(a, SparseAttention) else None
-        if indexer is not None:
-            sizes.append(indexer.heads)
-            widths.append(indexer.heads * indexer.dim)
+        sizes = [a.q_lora_rank, a.head_dim, *([indexer.heads] if indexer else [])]
         q_low, kv, *rest = split_linear(h, w, "attn.in", sizes)
-        q_low = rms_norm(q_low, w["attn.q_norm.weight"], eps)
-        q, *queries = split_linear(q_low, w, "attn.q", widths)
-        q = q.unflatten(-1, (a.heads, a.head_dim))
-        q = rotate(rms_norm(q, None, eps), cos[:, None], sin[:, None])
+        queries = joint_linear(rms_norm(q_low, w["attn.q_norm.weight"], self.eps), w, "attn.q")
         if indexer is None:
-            return q, kv, None
-        q_index = queries[0].unflatten(-1, (indexer.heads, indexer.dim))
-        q_index = rotate(q_index, cos[:, None], sin[:, None])
-        weights = rest[0].float() * (indexer.dim * indexer.heads) ** -0.5
-        return q, kv, (q_index, weights)
+            return queries, kv, None
+        return queries, kv, rest[0].float() * (indexer.dim * indexer.heads) ** -0.5
 
     def leave(
-        self,
-        x_TND: Tensor,
-        out_THE: Tensor,
-        post: Tensor,
-        comb: Tensor,
-        w: Tensors,
-        cos: Tensor,
-        sin: Tensor,
+        self, x_TND: Tensor, out_THE: Tensor, post: Tensor, comb: Tensor, w: Tensors, rope: Rope
     ) -> Tensor:
         """Rotate the heads' outputs back, project them in groups, put them on the streams."""
-        a = self.config
-        out = rotate(out_THE, cos[:, None], -sin[:, None])
-        grouped = out.flatten(1).unflatten(-1, (a.o_groups, -1))
+        out = self.rows.leave(out_THE, rope)
+        grouped = out.flatten(1).unflatten(-1, (self.config.o_groups, -1))
         low = grouped_linear(grouped, w, "attn.wo_a.weight").flatten(1)
         return self.residual.leave(x_TND, linear(low, w, "attn.wo_b.weight"), post, comb)
-
-    def _close_windows(
-        self,
-        p: str,
-        role: str,
-        state: str,
-        projected: Tensor,
-        dtype: torch.dtype,
-        w: Tensors,
-        pools: Tensors,
-        m: Tensors,
-    ) -> None:
-        """Write this step's state rows, then the compressed rows of the windows it closes."""
-        group, state_name = self.compressed[role], self.caches[state]
-        kv, score = projected.chunk(2, dim=-1)
-        new = state_rows(kv, score, w[f"{p}.ape"], m["positions"])
-        write_rows(pools[state], m[f"{state_name}.slot_mapping"], new)
-        read = m[f"{state_name}.read_slots"]
-        last = m[f"closing_positions.{group.ratio}"]
-        start = (last - (group.ratio - 1)).clamp_min(0)
-        cos, sin = cos_sin(start, m[f"freqs.{self.config.rope}"])
-        pooled = pool_windows(
-            gather_rows(pools[state], read),
-            read >= 0,
-            w[f"{p}.norm.weight"],
-            cos,
-            sin,
-            overlap=group.overlap,
-            norm_eps=self.eps,
-            dtype=dtype,
-        )
-        self.rows.write_compressed(role, pooled, pools, m)
 
 
 class FfnSublayer:
