@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,7 +74,7 @@ class LLMEngine:
     def from_params(
         cls,
         spec: ModelSpec,
-        params: dict[str, StoredParam],
+        params: Mapping[str, StoredParam],
         config: EngineConfig,
         progress: Progress | None = None,
     ) -> LLMEngine:
@@ -123,7 +123,7 @@ class LLMEngine:
             params = load_quantised(spec, weights, dtype, progress, device, speculative)
         else:
             plain = load_params(spec, weights, dtype, progress, speculative)
-            params = dict[str, StoredParam](plain)
+            return cls.from_params(spec, plain, config, progress)
         return cls.from_params(spec, params, config, progress)
 
     # Requests ----------------------------------------------------------------------------------

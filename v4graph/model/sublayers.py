@@ -150,7 +150,7 @@ class AttentionSublayer:
 
     def project(self, h: Tensor, w: Tensors) -> tuple[Tensor, Tensor, Tensor | None]:
         """What a step needs of `h [T, D]`, before norms and rotation: the queries `[T, Q]` of the
-        heads and the indexer, each token's row `[T, E]`, a sparse layer's head weights `[T, H']`."""
+        heads and the indexer, each token's row `[T, E]`, an indexer's head weights `[T, H']`."""
         a = self.config
         indexer = a.indexer if isinstance(a, SparseAttention) else None
         sizes = [a.q_lora_rank, a.head_dim, *([indexer.heads] if indexer else [])]
