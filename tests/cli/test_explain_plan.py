@@ -53,7 +53,7 @@ def test_plan_shows_layers_groups_buckets_and_memory() -> None:
         assert cells == [
             g.name,
             g.kind,
-            "float32",
+            "f32",
             str(len(g.layers)),
             str(len(g.draft_layers)),
             str(g.row_dim),
@@ -89,9 +89,9 @@ def test_limits_reach_the_plan() -> None:
         "num_reqs": 3,
         "tokens_per_req": 0,
     }
-    dtypes = {g["kind"]: g["row_dtype"] for g in data["groups"]}
-    assert dtypes["sliding_window"] == dtypes["compressed"] == "bfloat16"
-    assert dtypes["compressor_state"] == "float32"
+    formats = {g["kind"]: g["row_format"] for g in data["groups"]}
+    assert formats["sliding_window"] == formats["compressed"] == "bf16"
+    assert formats["compressor_state"] == "f32"
 
 
 def test_modes_list_every_buffer() -> None:
@@ -132,14 +132,21 @@ def test_modes_json() -> None:
     assert eight["num_bytes"] == sum(b["num_bytes"] for b in eight["buffers"])
 
 
-@pytest.mark.parametrize("command", ["plan", "modes", "program"])
-def test_fp8_rows_are_a_fault_told_in_one_line(command: str) -> None:
-    result = runner.invoke(app, ["explain", command, "deepseek-v4-flash"])
+def test_packed_rows_are_counted_in_whole_pages() -> None:
+    """64 rows of 584 bytes, padded to a multiple of 576; 64 index rows of 132."""
+    groups = {g["name"]: g for g in data_of("plan", "deepseek-v4-flash")["groups"]}
+    assert groups["csa_kv"]["row_format"] == "fp8_ds"
+    assert groups["csa_kv"]["layer_page_bytes"] == groups["window"]["layer_page_bytes"] == 37_440
+    assert groups["csa_index"]["row_format"] == "fp8"
+    assert groups["csa_index"]["layer_page_bytes"] == 64 * 132
+    assert groups["hca_kv"]["layer_page_bytes"] == 1_728
+
+
+def test_a_program_needs_weights() -> None:
+    result = runner.invoke(app, ["explain", "program", "deepseek-v4-flash"])
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert result.stderr.startswith(
-        "error: cache group 'window': row format 'fp8_ds' has no kernel"
-    )
+    assert result.stderr.startswith("error: deepseek-v4-flash: no checkpoint directory")
     assert len(result.stderr.splitlines()) == 1
 
 

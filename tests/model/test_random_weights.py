@@ -18,8 +18,9 @@ from tests.support.tiny import Tiny
 from v4graph.errors import WeightsError
 from v4graph.model.export import plan_shards, prepare_directory, write_checkpoint
 from v4graph.model.loader import load_params, load_quantised
+from v4graph.model.projections import tensors_of
 from v4graph.model.quant import Fp4, Fp8Block
-from v4graph.model.random_weights import RandomWeights
+from v4graph.model.random_weights import RandomSource, RandomWeights
 from v4graph.plan.weights import TensorEntry, inventory
 from v4graph.spec.model import ModelSpec
 from v4graph.spec.safetensors_header import read_checkpoint
@@ -224,3 +225,21 @@ def test_it_loads_as_stored(tmp_path: Path) -> None:
     params = load_quantised(spec, write(spec, tmp_path, 50_000), torch.bfloat16)
     kinds = {type(p).__name__ for p in params.values()}
     assert kinds == {"Fp4", "Fp8Block", "Tensor"}
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+def test_a_model_in_memory_is_that_of_the_files(formats: str, tmp_path: Path) -> None:
+    tiny = replace(TINY, hidden=128) if formats == "base" else TINY
+    spec = spec_of(formats, tiny)
+    if formats == "base":
+        data = spec.model_dump()
+        for ffn in data["ffn"].values():
+            ffn["intermediate"] = 128
+        spec = ModelSpec.model_validate(data)
+    from_files = load_quantised(spec, write(spec, tmp_path / "files"), torch.bfloat16)
+    in_memory = load_quantised(spec, RandomSource(RandomWeights(spec)), torch.bfloat16)
+    assert from_files.keys() == in_memory.keys()
+    for name, param in from_files.items():
+        for a, b in zip(tensors_of(param), tensors_of(in_memory[name]), strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))

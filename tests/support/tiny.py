@@ -35,6 +35,8 @@ class Tiny:
     residual: str = "hyper_connections"
     dspark: tuple[int, int] | None = None
     """(layers, block size) of a DSpark drafter in place of the MTP layer."""
+    row_format: str = "model"
+    """Of window and compressed rows; with `fp8_ds` index rows are `fp8`."""
 
     def data(self) -> dict[str, Any]:
         """The spec as plain data."""
@@ -47,7 +49,9 @@ class Tiny:
         }
         csa_page = _multiple(self.page_tokens, self.csa_ratio)
         hca_page = _multiple(self.page_tokens, self.hca_ratio)
-        row, index_row = {"dim": self.head_dim}, {"dim": self.index_dim}
+        index_format = "fp8" if self.row_format == "fp8_ds" else self.row_format
+        row = {"dim": self.head_dim, "format": self.row_format}
+        index_row = {"dim": self.index_dim, "format": index_format}
         groups: dict[str, Any] = {
             "window": {
                 "kind": "sliding_window",

@@ -190,7 +190,7 @@ def _span(indices: list[int]) -> str:
 def _group_table(plan: Plan) -> Table:
     table = table_of(
         "cache groups",
-        "group,kind,row dtype",
+        "group,kind,row format",
         "layers,draft layers,row dim,ratio,page tokens,page rows,kept tokens,table width,pages,"
         "bytes",
         "bytes are of all layers; one page of each pool is the null page",
@@ -200,7 +200,7 @@ def _group_table(plan: Plan) -> Table:
         users = (len(g.layers), len(g.draft_layers))
         counts = (*users, g.row_dim, g.ratio, g.page_tokens, g.page_rows)
         sizes = (g.table_width, g.num_pages, _pool_bytes(g))
-        table.add_row(g.name, g.kind, g.row_dtype, *_figures(counts), kept, *_figures(sizes))
+        table.add_row(g.name, g.kind, g.row_format, *_figures(counts), kept, *_figures(sizes))
     return table
 
 

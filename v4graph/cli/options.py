@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from v4graph.text.tokenizer import Tokenizer
 
 Dtype = Literal["float32", "bfloat16"]
-Kernels = Literal["reference", "triton"]
+Kernels = Literal["auto", "reference", "operators"]
+WeightFormat = Literal["auto", "decoded", "stored"]
 Progress = Callable[[str, int, int], None]
 
 SpecArgument = Annotated[
@@ -76,7 +77,16 @@ PrefixCacheOption = Annotated[
         help="Keep pages, and start a prompt behind the longest prefix that is kept.",
     ),
 ]
-KernelsOption = Annotated[Kernels, typer.Option(help="Implementation of the operators.")]
+KernelsOption = Annotated[
+    Kernels,
+    typer.Option(
+        help="Functions that the compiler fuses, or registered operators (Triton kernels on a GPU)."
+    ),
+]
+WeightFormatOption = Annotated[
+    WeightFormat,
+    typer.Option(help="Keep FP8 and FP4 weights as stored, or decode them when loading."),
+]
 
 
 def num_bytes(option: str, text: str | None) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from v4graph.engine.admission import check_params
+from v4graph.engine.config import EngineConfig
 from v4graph.engine.pages import PageManager
 from v4graph.engine.prefix_salt import identity
 from v4graph.engine.request import FinishReason, Request, SamplingParams, StepOutput
@@ -24,100 +25,17 @@ from v4graph.engine.rounds import (
 )
 from v4graph.engine.scheduler import ScheduledBatch, Scheduler
 from v4graph.errors import PlanError, ProgramError, RequestError
-from v4graph.model.loader import load_params
+from v4graph.model.loader import load_params, load_quantised
+from v4graph.model.projections import StoredParam, tensors_of
 from v4graph.plan.budget import fit
 from v4graph.plan.lower import lower
-from v4graph.plan.rules import MAX_LOGPROBS
-from v4graph.plan.types import Limits, Mode, Plan
+from v4graph.plan.types import Mode, Plan
 from v4graph.program.build import ProgramSet, build_state
 from v4graph.program.compiler import Compiler
 from v4graph.program.warm_up import warm_up
 from v4graph.spec.model import ModelSpec
 
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """What a user may set; 0 or None leaves the choice to the plan."""
-
-    max_num_seqs: int = 8
-    max_num_batched_tokens: int = 256
-    max_model_len: int | None = None
-    kv_memory_bytes: int | None = None
-    dtype: str = "float32"
-    device: str = "auto"
-    compile: bool = True
-    checked: bool = False
-    kernels: str = "reference"
-    seed: int = 0
-    decode_buckets: tuple[int, ...] = ()
-    prefill_buckets: tuple[tuple[int, int], ...] = ()
-    greedy_only: bool = False
-    """Build no sampling programs; requests with a temperature are refused."""
-    logits_processing: bool | None = None
-    """Build programs for penalties, biases, banned words and `min_tokens`; None is: unless
-    `greedy_only`."""
-    max_logprobs: int | None = None
-    """Most alternatives that a request may ask for, 0..20; 0 builds no programs for them. None is
-    20, or 0 with `greedy_only`."""
-    speculative: str | None = None
-    """An entry of the spec's `speculative`; None is the first one."""
-    num_draft_tokens: int | None = None
-    """Drafts a round; None is the mode's own number."""
-    overlap: bool = True
-    """Launch a round before the tokens of the last one are read."""
-    cuda_graphs: bool = True
-    """On a GPU, launch each round as one CUDA graph."""
-    prefix_cache: bool = True
-    """Keep the pages of sequences, and start a request behind the longest prefix that is kept."""
-    cached_boundaries: int | None = None
-    """Places to keep at which a request can start; None is four for each of max_num_seqs."""
-
-    def limits(self) -> Limits:
-        """The plan's view of this configuration."""
-        kept = 4 * self.max_num_seqs if self.cached_boundaries is None else self.cached_boundaries
-        return Limits(
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len or 0,
-            kv_memory_bytes=self.kv_memory_bytes or 0,
-            dtype=self.dtype,
-            decode_buckets=self.decode_buckets,
-            prefill_buckets=self.prefill_buckets,
-            greedy_only=self.greedy_only,
-            logits_processing=(
-                not self.greedy_only if self.logits_processing is None else self.logits_processing
-            ),
-            max_logprobs=self._max_logprobs(),
-            speculative=self.speculative or "",
-            num_draft_tokens=self.num_draft_tokens or 0,
-            overlap=self.overlap,
-            cached_boundaries=kept if self.prefix_cache else 0,
-        )
-
-    def _max_logprobs(self) -> int:
-        if self.max_logprobs is None:
-            return 0 if self.greedy_only else MAX_LOGPROBS
-        if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
-            raise PlanError(f"max_logprobs {self.max_logprobs}: expected 0..{MAX_LOGPROBS}")
-        return self.max_logprobs
-
-    def torch_device(self) -> torch.device:
-        """The device to run on.
-
-        Raises:
-            PlanError: a name that torch does not know, or CUDA where there is none.
-        """
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-        except RuntimeError as e:
-            raise PlanError(f"device {self.device!r}: expected auto, cpu or cuda[:N]") from e
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise PlanError(f"device {self.device!r}: no NVIDIA GPU is visible to torch")
-        return device
 
 
 class LLMEngine:
@@ -156,19 +74,23 @@ class LLMEngine:
     def from_params(
         cls,
         spec: ModelSpec,
-        params: dict[str, torch.Tensor],
+        params: Mapping[str, StoredParam],
         config: EngineConfig,
         progress: Progress | None = None,
     ) -> LLMEngine:
-        """Build an engine around parameters in memory (see `v4graph.model.params`)."""
-        if config.kernels != "reference":
-            raise PlanError(f"kernels {config.kernels!r}: this version has 'reference' only")
+        """Build an engine around parameters in memory (see `v4graph.model.params`): decoded, or as
+        stored if some are `Fp8Block` or `Fp4`."""
+        operators = config.use_operators(spec)
         device = config.torch_device()
+        stored = any(not isinstance(p, torch.Tensor) for p in params.values())
+        limits = replace(config.limits(), stored_weights=stored)
         if device.type == "cuda":
-            plan = fit(spec, config.limits(), torch.cuda.mem_get_info(device)[0])
+            # Parameters that lie on the device already are free of charge.
+            placed = sum(t.nbytes for p in params.values() for t in tensors_of(p) if t.is_cuda)
+            plan = fit(spec, limits, torch.cuda.mem_get_info(device)[0] + placed)
         else:
-            plan = lower(spec, config.limits())
-        state = build_state(spec, plan, params, device, config.checked)
+            plan = lower(spec, limits)
+        state = build_state(spec, plan, params, device, config.checked, operators)
         programs = ProgramSet(
             state, Compiler(config.compile), config.checked, cuda_graphs=config.cuda_graphs
         )
@@ -196,7 +118,12 @@ class LLMEngine:
         if dtype is None:
             raise PlanError(f"dtype {config.dtype!r}: expected 'float32' or 'bfloat16'")
         speculative = config.speculative or next(iter(spec.speculative), "none")
-        params = load_params(spec, weights, dtype, progress, speculative)
+        if config.keep_stored(spec):
+            device = config.torch_device()
+            params = load_quantised(spec, weights, dtype, progress, device, speculative)
+        else:
+            plain = load_params(spec, weights, dtype, progress, speculative)
+            return cls.from_params(spec, plain, config, progress)
         return cls.from_params(spec, params, config, progress)
 
     # Requests ----------------------------------------------------------------------------------

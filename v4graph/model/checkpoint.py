@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -40,6 +40,31 @@ class StoredAs:
     shape: tuple[int, ...]
     part: str = ""
     expert: int = 0
+
+
+class TensorSource(Protocol):
+    """Where a model's tensors come from: files, or memory."""
+
+    directory: Path
+    """Names the source in messages."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def names(self) -> set[str]:
+        """Published names of all tensors."""
+        ...
+
+    def place(self, name: str) -> StoredAs:
+        """File, dtype and shape of a tensor."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """One tensor as stored."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what reading has opened."""
+        ...
 
 
 class Checkpoint:

@@ -8,9 +8,9 @@ Shape suffixes: T tokens in the step, N residual streams, D hidden.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from v4graph.model.projections import linear
 from v4graph.model.sublayers import Head
 from v4graph.ops.norm import rms_norm
 from v4graph.spec.model import ModelSpec, MtpSpeculation
@@ -43,8 +43,8 @@ class DraftLayer:
         if self.mode.mask_position_zero:
             e = torch.where((positions == 0)[:, None], 0.0, e)
         h = rms_norm(streams_TND, w["hnorm.weight"], self.eps)
-        e = F.linear(e, w["e_proj.weight"])
-        return F.linear(h, w["h_proj.weight"]) + e[:, None]
+        e = linear(e, w, "e_proj.weight")
+        return linear(h, w, "h_proj.weight") + e[:, None]
 
     def leave(self, y_TND: Tensor, rows: Tensor, w: Tensors, head: Tensor) -> tuple[Tensor, Tensor]:
         """Float32 logits `[R, V]` of the tokens at `rows [R]`, and their streams `[R, N, D]`."""

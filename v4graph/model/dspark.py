@@ -14,11 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from v4graph.model.drafting import HEAD
+from v4graph.model.projections import linear, linear_rows
 from v4graph.model.sublayers import AttentionSublayer, Head
-from v4graph.ops.attention import paged_attention
-from v4graph.ops.cache import write_rows
 from v4graph.ops.norm import rms_norm
-from v4graph.ops.rope import rotate
 from v4graph.spec.model import DsparkSpeculation, ModelSpec
 
 Tensors = dict[str, Tensor]
@@ -35,7 +33,7 @@ def context(features_TF: Tensor, w: Tensors, norm_eps: float) -> Tensor:
 
     `w` are the first layer's tensors by name below `mtp.0.`.
     """
-    return rms_norm(F.linear(features_TF, w["main_proj.weight"]), w["main_norm.weight"], norm_eps)
+    return rms_norm(linear(features_TF, w, "main_proj.weight"), w["main_norm.weight"], norm_eps)
 
 
 def markov(base_V: Tensor, previous: Tensor, w: Tensors) -> Tensor:
@@ -50,17 +48,17 @@ def markov(base_V: Tensor, previous: Tensor, w: Tensors) -> Tensor:
 class BlockAttention(AttentionSublayer):
     """Attention of a draft layer: over context rows, and within the block without order."""
 
-    def __init__(self, spec: ModelSpec, name: str, mode: DsparkSpeculation) -> None:
-        super().__init__(spec, name)
+    def __init__(
+        self, spec: ModelSpec, name: str, mode: DsparkSpeculation, operators: bool = False
+    ) -> None:
+        super().__init__(spec, name, operators)
         self.block_size = mode.block_size
 
     def write(self, main_TD: Tensor, w: Tensors, pools: Tensors, m: Tensors) -> None:
         """Write the context rows of the step's tokens; `main` is what `context` returns."""
         a = self.config
-        row = slice(a.q_lora_rank, a.q_lora_rank + a.head_dim)
-        kv = rms_norm(F.linear(main_TD, w["attn.in"][row]), w["attn.kv_norm.weight"], self.eps)
-        slots = m[f"{self.caches['window']}.slot_mapping"]
-        write_rows(pools["window"], slots, rotate(kv, *self.rope(m)))
+        kv = linear_rows(main_TD, w, "attn.in", a.q_lora_rank, a.head_dim)
+        self.rows.write_window(kv, w["attn.kv_norm.weight"], self.rope(m), pools, m)
 
     def __call__(
         self,
@@ -73,14 +71,13 @@ class BlockAttention(AttentionSublayer):
         m: Tensors,
     ) -> Tensor:
         """Run the sublayer over whole blocks; arguments as in `AttentionSublayer`."""
-        cos, sin = self.rope(m)
-        _, _, q, kv = self.project(h, w, cos, sin)
+        rope = self.rope(m)
+        queries, kv, _ = self.project(h, w)
         row = torch.arange(len(kv), device=kv.device)[:, None]
         block = row - row % self.block_size + torch.arange(self.block_size, device=kv.device)
-        near = m[f"{self.caches['window']}.read_slots"]
-        scale = self.config.head_dim**-0.5
-        out = paged_attention(q, pools["window"], near, kv, block, w["attn.attn_sink"], scale)
-        return self.leave(x_TND, out, post, comb, w, cos, sin)
+        norm, sink = w["attn.kv_norm.weight"], w["attn.attn_sink"]
+        out = self.rows.attend_block(queries, kv, norm, rope, block, sink, pools, m)
+        return self.leave(x_TND, out, post, comb, w, rope)
 
 
 class BlockHead:

@@ -35,8 +35,12 @@ class DsparkRecompute:
         positions = torch.arange(len(ids_S), device=ids_S.device)
         rope = cos_sin(positions, model.freqs[self.attention.rope])
         self.rows = [
-            rotate(self._row(f"mtp.{i}.attn", context), *rope) for i in range(mode.num_layers)
+            self._stored(rotate(self._row(f"mtp.{i}.attn", context), *rope))
+            for i in range(mode.num_layers)
         ]
+
+    def _stored(self, rows: Tensor) -> Tensor:
+        return self.model.stored(self.attention.caches.window, self.attention, rows)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return rms_norm(x, self.model.params[name], self.model.spec.norm_eps)
@@ -87,7 +91,7 @@ class DsparkRecompute:
         q_low = self._norm(f"{p}.q_norm.weight", model.linear(f"{p}.wq_a", h_BKD))
         q = model.linear(f"{p}.wq_b", q_low).unflatten(-1, (a.heads, a.head_dim))
         q = rotate(rms_norm(q, None, model.spec.norm_eps), cos[:, :, None], sin[:, :, None])
-        block = rotate(self._row(p, h_BKD), cos, sin)
+        block = self._stored(rotate(self._row(p, h_BKD), cos, sin))
         # The newest features lie right before the block.
         age = positions_BK[:, :1] - 1 - torch.arange(len(rows_SE), device=h_BKD.device)
         seen = (age >= 0) & (age < self.window)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from v4graph.errors import WeightsError
-from v4graph.model.checkpoint import Checkpoint
+from v4graph.model.checkpoint import Checkpoint, TensorSource
 from v4graph.model.params import expert_place, logical_entries
+from v4graph.model.projections import StoredParam
 from v4graph.model.quant import (
     FP4_GROUP,
     FP8_BLOCK,
@@ -35,8 +36,6 @@ from v4graph.spec.model import ModelSpec, StoredDrafter
 from v4graph.spec.speculator import SHOWN, find_speculator
 
 Progress = Callable[[str, int, int], None]
-StoredParam = Tensor | Fp8Block | Fp4
-"""A parameter of `load_quantised`: plain, or as its file stores it."""
 Format = Literal["plain", "fp8_block", "fp4"]
 
 _FLOATS = ("F32", "BF16", "F16")
@@ -83,7 +82,7 @@ def load_params(
 
 def load_quantised(
     spec: ModelSpec,
-    directory: Path,
+    source: Path | TensorSource,
     dtype: torch.dtype,
     progress: Progress | None = None,
     device: torch.device | None = None,
@@ -95,6 +94,7 @@ def load_quantised(
     stacked along a first axis `E`. `dequantise()` of each is bit for bit what `load_params` gives.
 
     Args:
+        source: a checkpoint directory, or another source of its tensors.
         device: where the parameters go, one by one; the CPU if left out.
 
     Raises:
@@ -102,7 +102,7 @@ def load_quantised(
             gate and up matrices whose rows are no multiple of 128, for stacked they would share a
             block.
     """
-    load = _Load(spec, directory, dtype, device or torch.device("cpu"), speculative)
+    load = _Load(spec, source, dtype, device or torch.device("cpu"), speculative)
     kept: dict[str, Format] = {}
 
     def place(entry: TensorEntry) -> None:
@@ -113,7 +113,7 @@ def load_quantised(
             parts, form = [stored.packed, stored.scale], "fp4"
         else:
             parts, form = [stored], "plain"
-        where = f"{directory}: tensor {entry.name}"
+        where = f"{load.directory}: tensor {entry.name}"
         stack = expert_place(entry.name)
         if form == "fp8_block" and stack and stack.halves > 1 and entry.shape[0] % FP8_BLOCK:
             raise WeightsError(
@@ -154,12 +154,13 @@ class _Load:
     def __init__(
         self,
         spec: ModelSpec,
-        directory: Path,
+        source: Path | TensorSource,
         dtype: torch.dtype,
         device: torch.device,
         speculative: str | None,
     ) -> None:
-        self._checkpoint = Checkpoint(directory)
+        self._checkpoint = Checkpoint(source) if isinstance(source, Path) else source
+        self.directory = self._checkpoint.directory
         self._dtype, self._device = dtype, device
         self._entries, names = _wanted(spec, self._checkpoint, speculative)
         self._stored = _check(self._checkpoint, self._entries, names)
@@ -231,7 +232,7 @@ class _Load:
 
 
 def _wanted(
-    spec: ModelSpec, checkpoint: Checkpoint, speculative: str | None
+    spec: ModelSpec, checkpoint: TensorSource, speculative: str | None
 ) -> tuple[list[TensorEntry], set[str]]:
     """The inventory without scales, and the names in the files that it has to account for; both
     without draft layers where these are not read."""
@@ -243,7 +244,7 @@ def _wanted(
     return entries, names
 
 
-def _reads_draft_layers(spec: ModelSpec, checkpoint: Checkpoint, speculative: str | None) -> bool:
+def _reads_draft_layers(spec: ModelSpec, checkpoint: TensorSource, speculative: str | None) -> bool:
     """Whether to load `mtp.*` tensors, once those in the files are known to be the mode's kind."""
     stored = {name: m for name, m in spec.speculative.items() if isinstance(m, StoredDrafter)}
     if speculative is not None:
@@ -276,7 +277,7 @@ def _reads_draft_layers(spec: ModelSpec, checkpoint: Checkpoint, speculative: st
 
 
 def _check(
-    checkpoint: Checkpoint, entries: Iterable[TensorEntry], found: set[str]
+    checkpoint: TensorSource, entries: Iterable[TensorEntry], found: set[str]
 ) -> Mapping[str, _Stored]:
     """Compare `found` names, dtypes and shapes with the inventory; how each tensor is stored.
 
@@ -307,7 +308,7 @@ def _check(
     return stored
 
 
-def _fault(checkpoint: Checkpoint, entry: TensorEntry, stored: dict[str, _Stored]) -> str:
+def _fault(checkpoint: TensorSource, entry: TensorEntry, stored: dict[str, _Stored]) -> str:
     """What is wrong with a tensor's header; notes in `stored` how it is stored if nothing is."""
     place = checkpoint.place(entry.name)
     dtype, shape = place.dtype, place.shape

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import hashlib
 from math import ceil, floor, log2, prod
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from v4graph.model.checkpoint import StoredAs
 from v4graph.model.quant import FP4_VALUES
 from v4graph.plan.weights import TensorEntry, inventory
 from v4graph.spec.model import ModelSpec
@@ -51,10 +53,14 @@ class RandomWeights:
 
     def tensor(self, entry: TensorEntry) -> Tensor:
         """The values of one tensor of `entries`, on the CPU, as a file stores them."""
+        return self.draw(entry).cpu()
+
+    def draw(self, entry: TensorEntry) -> Tensor:
+        """The same, on the device that draws them."""
         digest = hashlib.sha256(f"{self.seed}:{entry.name}".encode()).digest()
         generator = torch.Generator(self.device)
         generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        return self._draw(entry, generator).cpu()
+        return self._draw(entry, generator)
 
     def _draw(self, entry: TensorEntry, generator: torch.Generator) -> Tensor:
         if entry.dtype == "I64":
@@ -98,6 +104,34 @@ class RandomWeights:
         share = (4 ** (exponent - low) - 1) / 3
         byte = (draw < share).to(torch.uint8) + (127 + low)
         return byte.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+class RandomSource:
+    """Random weights as a source of `load_quantised`: a model in memory, without files."""
+
+    def __init__(self, weights: RandomWeights) -> None:
+        self.directory = Path(f"random weights of seed {weights.seed}")
+        self._weights = weights
+        self._by_name = {e.name: e for e in weights.entries}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def names(self) -> set[str]:
+        """Published names of all tensors."""
+        return set(self._by_name)
+
+    def place(self, name: str) -> StoredAs:
+        """Dtype and shape of a tensor; the file does not exist."""
+        entry = self._by_name[name]
+        return StoredAs(self.directory, name, entry.dtype, entry.shape)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor as a file would store it, on the device that draws."""
+        return self._weights.draw(self._by_name[name])
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def _bytes(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -22,9 +22,11 @@ from v4graph.ops.hyper import hyper_head, hyper_post, hyper_pre
 from v4graph.ops.moe import route
 from v4graph.ops.norm import rms_norm, swiglu
 from v4graph.ops.rope import cos_sin, rotate
+from v4graph.ops.rows import stored_rows
 from v4graph.spec.model import (
     Attention,
     CompressedGroup,
+    CompressorStateGroup,
     DenseFfn,
     Ffn,
     HashMoe,
@@ -183,13 +185,14 @@ class RecomputeModel:
         q = self.linear(f"{p}.wq_b", q_low).unflatten(-1, (a.heads, a.head_dim))
         q = rotate(rms_norm(q, None, eps), cos[:, None], sin[:, None])
         kv = rms_norm(self.linear(f"{p}.wkv", x), self.params[f"{p}.kv_norm.weight"], eps)
-        kv = rotate(kv, cos, sin)
+        kv = self.stored(a.caches.window, a, rotate(kv, cos, sin))
 
         rows, visible = None, None
         if isinstance(a, SparseAttention | HeavyAttention):
             group = self.spec.cache_groups[a.caches.compressed]
             assert isinstance(group, CompressedGroup)  # noqa: S101 (spec.check proved it)
             rows = self.compress(f"{p}.compressor", group, x, freqs)
+            rows = self.stored(a.caches.compressed, a, rows)
             entries = torch.arange(rows.shape[1], device=x.device)
             visible = (entries < ((positions + 1) // group.ratio)[:, None]).expand(B, -1, -1)
             if isinstance(a, SparseAttention):
@@ -202,6 +205,12 @@ class RecomputeModel:
         wo_a = self.params[f"{p}.wo_a.weight"].unflatten(0, (a.o_groups, a.o_lora_rank))
         low = torch.einsum("bsgi,goi->bsgo", grouped, wo_a).flatten(2)
         return self.linear(f"{p}.wo_b", low)
+
+    def stored(self, group_name: str, a: Attention, rows: Tensor) -> Tensor:
+        """Rows `[..., dim]` as a cache group would give them back: rounded as its format does."""
+        group = self.spec.cache_groups[group_name]
+        assert not isinstance(group, CompressorStateGroup)  # noqa: S101 (spec.check proved it)
+        return stored_rows(rows, group.row.format, self.spec.rope[a.rope].dim)
 
     def attend(
         self,
@@ -271,6 +280,7 @@ class RecomputeModel:
         group = self.spec.cache_groups[a.caches.index]
         assert isinstance(group, CompressedGroup)  # noqa: S101 (spec.check proved it)
         keys = self.compress(f"{p}.compressor", group, x, self.freqs[a.rope])
+        keys = self.stored(a.caches.index, a, keys)
         q = self.linear(f"{p}.wq_b", q_low).unflatten(-1, (index.heads, index.dim))
         q = rotate(q, cos[:, None], sin[:, None])
         weight = F.linear(x, self.params[f"{p}.weights_proj.weight"]).float()

@@ -104,6 +104,29 @@ def read_fp8_ds_rows(
     return torch.where((slots >= 0)[..., None], rows, 0.0)
 
 
+def empty_page(pool: Tensor, page_rows: int, dim: int, rope_dim: int) -> Tensor:
+    """A pool of one page of `page_rows` rows, in the format and on the device of `pool`."""
+    if pool.dtype is not torch.uint8:
+        return pool.new_zeros((page_rows, dim))
+    return pool.new_zeros((1, page_rows * sum(fp8_ds_bytes(dim, rope_dim))))
+
+
+def stored_rows(x_E: Tensor, row_format: str, rope_dim: int = 0) -> Tensor:
+    """What `x [..., dim]` reads as once it has been a row of that format, in the dtype of `x`.
+
+    `model` rows keep every bit.
+    """
+    if row_format == "model":
+        return x_E
+    if row_format == "fp8_ds":
+        return unpack_fp8_ds(*pack_fp8_ds(x_E, rope_dim), rope_dim).to(x_E.dtype)
+    if row_format == "fp8":
+        codes, exponent = _quantise(x_E)
+        scale = torch.exp2(exponent.float())[..., None]
+        return (codes.view(torch.float8_e4m3fn).float() * scale).to(x_E.dtype)
+    return x_E.to({"f32": torch.float32, "bf16": torch.bfloat16}[row_format]).to(x_E.dtype)
+
+
 def write_fp8_rows(pool: Tensor, slots: Tensor, rows: Tensor, page_rows: int) -> None:
     """Quantise index keys `rows [T, dim]` into `pool` at `slots [T]`, in place."""
     data, scales = _page_parts(pool, page_rows, rows.shape[-1], 4)

@@ -33,12 +33,15 @@ class BudgetLine:
 
 def budget(spec: ModelSpec, plan: Plan) -> tuple[BudgetLine, ...]:
     """What an engine of `plan` allocates."""
-    weights = weight_totals(spec).total.num_params * DTYPES[plan.limits.dtype]
-    lines = [BudgetLine("weights", "weights", weights, f"as {plan.limits.dtype}")]
+    weights = weight_totals(spec).total
+    size, form = weights.num_params * DTYPES[plan.limits.dtype], f"as {plan.limits.dtype}"
+    if plan.limits.stored_weights:
+        size, form = weights.num_bytes, "as stored"
+    lines = [BudgetLine("weights", "weights", size, form)]
     for g in plan.groups:
         for who, layers in (("target", g.layers), ("draft", g.draft_layers)):
             if layers:
-                each = g.num_pages * g.page_rows * g.row_dim * DTYPES[g.row_dtype]
+                each = g.num_pages * g.layer_page_bytes
                 lines.append(
                     BudgetLine("pages", f"{g.name}, {who}", each * len(layers), _pool(plan, g))
                 )

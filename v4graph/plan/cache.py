@@ -1,7 +1,6 @@
 """The cache account: bytes of every row and page, how many layers hold them and for how long.
 
-This is arithmetic on the spec alone, so it covers every row format of the spec language, also those
-that no kernel of this version writes. Pools, block tables and budgets follow in `lower.py`.
+This is arithmetic on the spec alone; pools, block tables and budgets follow in `lower.py`.
 """
 
 from __future__ import annotations
@@ -219,6 +218,14 @@ def row_bytes(row_format: str, dim: int, rope_dim: int = 0, dtype_bytes: int = 2
     raise PlanError(f"row format {row_format!r}: expected one of {', '.join(ROW_FORMATS)}")
 
 
+def page_bytes(
+    row_format: str, page_rows: int, dim: int, rope_dim: int = 0, dtype_bytes: int = 2
+) -> int:
+    """Bytes of a page of such rows (see `row_bytes`), padded as its format wants."""
+    size = page_rows * row_bytes(row_format, dim, rope_dim, dtype_bytes)
+    return _aligned(size, FP8_DS_PAGE_ALIGN) if row_format == "fp8_ds" else size
+
+
 def _group_account(
     spec: ModelSpec,
     name: str,
@@ -228,7 +235,7 @@ def _group_account(
     dtype_bytes: int,
 ) -> CacheGroupAccount:
     # A range of n rows plus the verify width less one survives any rejection: see docs/cache.md.
-    ratio, kept = 1, 0
+    ratio, kept, rope_dim = 1, 0, 0
     if isinstance(group, CompressorStateGroup):
         fed = _fed_group(spec, name, group)
         halves = 2 if fed.overlap else 1
@@ -243,9 +250,9 @@ def _group_account(
             ratio = group.ratio
         dim = group.row.dim
         row_format = override or group.row.format
-        if override == "fp8_ds" and _is_index(spec, name):
+        if override == "fp8_ds" and is_index(spec, name):
             row_format = "fp8"
-        rope_dim = _rope_dim(spec, name) if row_format == "fp8_ds" else 0
+        rope_dim = rotated_channels(spec, name) if row_format == "fp8_ds" else 0
         size = row_bytes(row_format, dim, rope_dim, dtype_bytes)
     page_rows, rest = divmod(group.page_tokens, ratio)
     if rest:
@@ -253,9 +260,7 @@ def _group_account(
             f"cache group {name!r}: page_tokens {group.page_tokens} is not a multiple of the "
             f"ratio {ratio}; a page must hold whole rows"
         )
-    page_bytes = page_rows * size
-    if row_format == "fp8_ds":
-        page_bytes = _aligned(page_bytes, FP8_DS_PAGE_ALIGN)
+    page_size = page_bytes(row_format, page_rows, dim, rope_dim, dtype_bytes)
     main = [attention for attention, _ in spec.layer_kinds]
     draft = _draft_attentions(spec) if verify_width > 1 else []
     return CacheGroupAccount(
@@ -266,7 +271,7 @@ def _group_account(
         row_bytes=size,
         page_tokens=group.page_tokens,
         page_rows=page_rows,
-        page_bytes=page_bytes,
+        page_bytes=page_size,
         ratio=ratio,
         main_layers=sum(name in _groups_of(spec.attention[a]) for a in main),
         draft_layers=sum(name in _groups_of(spec.attention[a]) for a in draft),
@@ -302,13 +307,19 @@ def _readers(spec: ModelSpec, name: str) -> Iterator[Attention]:
     return (a for a in spec.attention.values() if name in _groups_of(a))
 
 
-def _is_index(spec: ModelSpec, name: str) -> bool:
+def is_index(spec: ModelSpec, name: str) -> bool:
+    """Whether an indexer scores the rows of group `name`."""
     return any(
         isinstance(a, SparseAttention) and a.caches.index == name for a in _readers(spec, name)
     )
 
 
-def _rope_dim(spec: ModelSpec, name: str) -> int:
+def rotated_channels(spec: ModelSpec, name: str) -> int:
+    """Channels that the attention entries of group `name` rotate.
+
+    Raises:
+        PlanError: they differ, or there is no such entry.
+    """
     dims = {spec.rope[a.rope].dim for a in _readers(spec, name)}
     if len(dims) != 1:
         raise PlanError(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import ceil
 
 from v4graph.errors import PlanError
+from v4graph.plan.cache import is_index, page_bytes, rotated_channels
 from v4graph.plan.chain import carried_bytes, stream_shape
 from v4graph.plan.modes import mode_plans
 from v4graph.plan.rules import RULE_FLOATS, RULE_INTS
@@ -35,7 +36,6 @@ from v4graph.spec.model import (
 )
 
 MAX_DRAFT_TOKENS = 8
-_ROW_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
 def lower(spec: ModelSpec, limits: Limits, *, count_draft_layers: bool = True) -> Plan:
@@ -46,8 +46,8 @@ def lower(spec: ModelSpec, limits: Limits, *, count_draft_layers: bool = True) -
             overcommits.
 
     Raises:
-        PlanError: limits that cannot hold (lengths, buckets, memory) or a row format without an
-            implementation in this version.
+        PlanError: limits that cannot hold (lengths, buckets, memory) or a row format that does not
+            suit its group.
     """
     limits, max_model_len = _resolve(spec, limits)
     speculation = speculation_plan(spec, limits)
@@ -218,15 +218,17 @@ def _group_shapes(
         ahead, back = (ahead, back) if draft_users else (0, 0)
         if isinstance(group, SlidingWindowGroup):
             ratio, span, dim, every = 1, group.window, group.row.dim, 1
-            dtype = _row_dtype(name, group.row.format, limits.dtype)
+            row_format = _row_format(spec, name, group.row.format, limits.dtype)
         elif isinstance(group, CompressedGroup):
             ratio, span, dim, every = group.ratio, 0, group.row.dim, group.ratio
-            dtype = _row_dtype(name, group.row.format, limits.dtype)
+            row_format = _row_format(spec, name, group.row.format, limits.dtype)
         else:
             of = _fed_group(spec, group)
             halves = 2 if of.overlap else 1
             ratio, span, every = 1, of.ratio * halves, of.ratio
-            dim, dtype = 2 * of.row.dim * halves, "float32"
+            dim, row_format = 2 * of.row.dim * halves, "f32"
+        rope_dim = rotated_channels(spec, name) if row_format == "fp8_ds" else 0
+        rows = group.page_tokens // ratio
         full = ceil(max_model_len / group.page_tokens)
         shape = GroupPlan(
             name=name,
@@ -234,12 +236,14 @@ def _group_shapes(
             layers=users,
             draft_layers=draft_users,
             row_dim=dim,
-            row_dtype=dtype,
+            row_format=row_format,
+            rope_dim=rope_dim,
+            layer_page_bytes=page_bytes(row_format, rows, dim, rope_dim),
             ratio=ratio,
             closes_every=every,
             span=span,
             page_tokens=group.page_tokens,
-            page_rows=group.page_tokens // ratio,
+            page_rows=rows,
             kept_tokens=span and span + back,
             draft_ahead=ahead,
             table_width=full,
@@ -261,15 +265,17 @@ def _fed_group(spec: ModelSpec, state: CompressorStateGroup) -> CompressedGroup:
     return of
 
 
-def _row_dtype(name: str, row_format: str, compute: str) -> str:
+def _row_format(spec: ModelSpec, name: str, row_format: str, compute: str) -> str:
     if row_format == "model":
-        return compute
-    if row_format in _ROW_DTYPES:
-        return _ROW_DTYPES[row_format]
-    raise PlanError(
-        f"cache group {name!r}: row format {row_format!r} has no kernel in this version; "
-        "expected 'model', 'f32' or 'bf16' to run (accounts and weights can still be explained)"
-    )
+        return {"float32": "f32", "bfloat16": "bf16"}[compute]
+    packed = "fp8" if is_index(spec, name) else "fp8_ds"
+    if row_format not in ("f32", "bf16", packed):
+        what = "index" if packed == "fp8" else "key-value"
+        raise PlanError(
+            f"cache group {name!r}: row format {row_format!r} of {what} rows; expected 'model', "
+            f"'f32', 'bf16' or {packed!r}"
+        )
+    return row_format
 
 
 def _size_pools(

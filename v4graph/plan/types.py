@@ -10,7 +10,7 @@ from enum import Enum
 from math import prod
 from typing import Any, Literal
 
-DTYPES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
+DTYPES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1, "uint8": 1}
 NULL_PAGE = 0
 """Page and row 0 of every group: padding writes there, real data never does."""
 
@@ -57,6 +57,8 @@ class Limits:
     memory."""
     logits_processing: bool = False
     """Have programs for penalties, biases, banned tokens and `min_tokens`."""
+    stored_weights: bool = False
+    """Weights stay in the checkpoint's formats; otherwise they are decoded to `dtype`."""
     max_logprobs: int = 0
     """Most alternatives whose log-probabilities a request may ask for; 0 leaves these programs
     out."""
@@ -76,7 +78,12 @@ class GroupPlan:
     draft_layers: tuple[int, ...]
     """Draft layers with a pool in this group."""
     row_dim: int
-    row_dtype: str
+    row_format: str
+    """How a row is stored: `f32`, `bf16`, `fp8_ds` or `fp8` (docs/cache.md)."""
+    rope_dim: int
+    """Channels at the end of an `fp8_ds` row that are rotated, and so kept in bf16; else 0."""
+    layer_page_bytes: int
+    """Bytes of one page of one layer, its padding included."""
     ratio: int
     """Tokens a row stands for; 1 for window and state rows."""
     closes_every: int
@@ -100,18 +107,26 @@ class GroupPlan:
     """Pages of a pool, the null page included."""
 
     @property
+    def row_dtype(self) -> str:
+        """Dtype of a pool: that of its rows' channels, or `uint8` where rows are packed."""
+        return {"f32": "float32", "bf16": "bfloat16"}.get(self.row_format, "uint8")
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers of the group."""
-        return self.draft_page_bytes + self._pool_page_bytes * len(self.layers)
+        return self.draft_page_bytes + self.layer_page_bytes * len(self.layers)
 
     @property
     def draft_page_bytes(self) -> int:
         """The part of `page_bytes` that draft layers hold."""
-        return self._pool_page_bytes * len(self.draft_layers)
+        return self.layer_page_bytes * len(self.draft_layers)
 
     @property
-    def _pool_page_bytes(self) -> int:
-        return self.page_rows * self.row_dim * DTYPES[self.row_dtype]
+    def pool_shape(self) -> tuple[int, int]:
+        """Shape of a layer's pool: `[rows, row_dim]`, or `[pages, bytes]` where rows are packed."""
+        if self.row_dtype == "uint8":
+            return self.num_pages, self.layer_page_bytes
+        return self.num_pages * self.page_rows, self.row_dim
 
     @property
     def max_entries(self) -> int:

@@ -8,38 +8,46 @@ import torch
 from torch import Tensor
 
 from v4graph.errors import ProgramError
+from v4graph.model.projections import FLOAT32, StoredParam, flatten
 from v4graph.model.rope import inverse_frequencies
 from v4graph.model.sublayers import AttentionSublayer, FfnSublayer
 from v4graph.plan.types import Bucket, LayerPlan, Mode, Plan
 from v4graph.program.compiler import Compiler
 from v4graph.program.drafting import make_stage
-from v4graph.program.stage import ModelState, Stage, Tensors
+from v4graph.program.stage import ModelState, Stage, Tensors, pool_poison
 from v4graph.program.step import StepProgram
 from v4graph.program.table import RequestTable
 from v4graph.spec.model import ModelSpec
 
+E4M3 = torch.float8_e4m3fn
 Progress = Callable[[str, int, int], None]
 
 
 def build_state(
     spec: ModelSpec,
     plan: Plan,
-    params: Mapping[str, Tensor],
+    params: Mapping[str, StoredParam],
     device: torch.device,
     checked: bool,
+    operators: bool = False,
 ) -> ModelState:
     """Put weights on `device` and allocate page pools and the request table.
 
     In checked mode pools start as NaN, so that reading a row nobody wrote shows in the logits.
+
+    Args:
+        params: plain or as stored (`model.projections.StoredParam`); only projections and experts
+            can stay FP8 or FP4.
+        operators: whether regions call registered operators where there are some.
     """
     layers, pools = _layers("layers", plan.layers, spec, plan, params, device, checked)
     draft = _layers("mtp", plan.speculation.layers, spec, plan, params, device, checked)
     own = {k: v for k, v in params.items() if not k.startswith(("layers.", "mtp."))}
-    top = {k: _place(k, v, device) for k, v in own.items()}
+    top = {k: _place(k, v, device) for k, v in flatten(own, _dtype(plan)).items()}
     names = {name for name, _ in (*plan.rope_dims, *plan.draft_rope_dims)}
     freqs = {name: inverse_frequencies(spec.rope[name]).to(device) for name in sorted(names)}
     table = RequestTable(plan, spec.vocab_size, device)
-    return ModelState(spec, plan, layers, draft[0], top, pools, draft[1], freqs, table)
+    return ModelState(spec, plan, layers, draft[0], top, pools, draft[1], freqs, table, operators)
 
 
 def _layers(
@@ -47,7 +55,7 @@ def _layers(
     kinds: Sequence[LayerPlan],
     spec: ModelSpec,
     plan: Plan,
-    params: Mapping[str, Tensor],
+    params: Mapping[str, StoredParam],
     device: torch.device,
     checked: bool,
 ) -> tuple[list[Tensors], list[Tensors]]:
@@ -59,7 +67,8 @@ def _layers(
         packed = FfnSublayer(spec, layer.ffn).pack(
             AttentionSublayer(spec, layer.attention).pack(own)
         )
-        layers.append({k: _place(k, v, device) for k, v in packed.items()})
+        tensors = flatten(packed, _dtype(plan))
+        layers.append({k: _place(k, v, device) for k, v in tensors.items()})
         caches = dict(spec.attention[layer.attention].caches)
         pools.append({role: _pool(plan, name, device, checked) for role, name in caches.items()})
     return layers, pools
@@ -79,22 +88,31 @@ _PROJECTIONS = (
 _OUTPUTS = ("wo_b.weight", "w2.weight")
 
 
+def _dtype(plan: Plan) -> torch.dtype:
+    return getattr(torch, plan.limits.dtype)
+
+
 def _place(name: str, tensor: Tensor, device: torch.device) -> Tensor:
-    """Put a weight on the device; on a CPU, projections lie input-major.
+    """Put a weight on the device; on a CPU, plain projections lie input-major.
+
+    Those whose products are float32 are converted, but not bf16 ones on a GPU (`linear_float32`).
 
     MKL multiplies a few rows by an input-major matrix up to twice as fast (8 x 1024 by 1024 x 24:
     13.5 us against 37.7 us on one core).
     """
     tensor = tensor.to(device)
-    if device.type == "cpu" and tensor.dim() == 2 and name.endswith((*_PROJECTIONS, *_OUTPUTS)):
+    if name in FLOAT32 and (device.type == "cpu" or tensor.dtype is not torch.bfloat16):
+        tensor = tensor.float()
+    is_matrix = tensor.dim() == 2 and name.endswith((*_PROJECTIONS, *_OUTPUTS))
+    if device.type == "cpu" and is_matrix and tensor.dtype not in (torch.uint8, E4M3):
         return tensor.t().contiguous().t()
     return tensor
 
 
 def _pool(plan: Plan, group: str, device: torch.device, checked: bool) -> Tensor:
     g = plan.group(group)
-    shape, dtype = (g.num_pages * g.page_rows, g.row_dim), getattr(torch, g.row_dtype)
-    return torch.full(shape, float("nan") if checked else 0.0, dtype=dtype, device=device)
+    pool = torch.zeros(g.pool_shape, dtype=getattr(torch, g.row_dtype), device=device)
+    return pool.fill_(pool_poison(pool)) if checked else pool
 
 
 class ProgramSet:

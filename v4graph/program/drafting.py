@@ -39,9 +39,11 @@ class MtpStage(Stage):
         spec = self.state.spec
         mode = spec.speculative[self.state.plan.speculation.name]
         assert isinstance(mode, MtpSpeculation)  # noqa: S101 (the plan was lowered from it)
-        draft, site = DraftLayer(spec, mode), ResidualSite(spec)
+        operators = self.state.operators
+        draft, site = DraftLayer(spec, mode), ResidualSite(spec, operators)
         (kinds,) = self._layers
-        attention, ffn = AttentionSublayer(spec, kinds.attention), FfnSublayer(spec, kinds.ffn)
+        attention = AttentionSublayer(spec, kinds.attention, operators)
+        ffn = FfnSublayer(spec, kinds.ffn, operators)
         hands_on = self._hands_on
 
         def layer(
@@ -84,7 +86,8 @@ class ContextStage(Stage):
     def _build_layers(self) -> None:
         spec, mode = self.state.spec, _mode(self.state)
         self._context = self.region("context", partial(context, norm_eps=spec.norm_eps))
-        self._write = self.region("write", BlockAttention(spec, mode.attention, mode).write)
+        attention = BlockAttention(spec, mode.attention, mode, self.state.operators)
+        self._write = self.region("write", attention.write)
 
     def draft(self, streams: Tensor, host: Tensors, variant: Variant) -> Tensor:
         """Write the rows; `streams` are the main model's features `[T, F D]`."""
@@ -102,11 +105,8 @@ class BlockStage(Stage):
         super()._build_layers()
         spec, mode = self.state.spec, _mode(self.state)
         head = BlockHead(spec, mode)
-        self._attention = {
-            mode.attention: self.region(
-                f"attention.{mode.attention}", BlockAttention(spec, mode.attention, mode)
-            )
-        }
+        attention = BlockAttention(spec, mode.attention, mode, self.state.operators)
+        self._attention = {mode.attention: self.region(f"attention.{mode.attention}", attention)}
         self._base = self.region("head", head.base)
         self._next = self.region("next", head.next_draft)
 

@@ -60,10 +60,13 @@ class ModelState:
     top: Tensors
     """Embedding, head, final norm and stream collapse."""
     pools: list[Tensors]
-    """Page pools of each layer by cache role, `[rows, dim]`."""
+    """Page pools of each layer by cache role, `GroupPlan.pool_shape`."""
     draft_pools: list[Tensors]
     freqs: Tensors
     table: RequestTable
+    operators: bool = False
+    """Whether regions call registered operators where there are some; packed cache rows and stored
+    weights always need them."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything that outlives a step, static buffers apart."""
@@ -83,20 +86,30 @@ class ModelState:
 
     def poison_pages(self, group: str, pages: list[int]) -> None:
         """Fill pages of every layer's pool with NaN, so that no earlier owner's rows remain."""
-        rows = self.plan.group(group).page_rows
+        g = self.plan.group(group)
         index = torch.tensor(pages, device=self.table.device)
         for _, _, _, name, pool in self.all_pools():
             if name == group:
-                pool.unflatten(0, (-1, rows))[index] = float("nan")
+                by_page(pool, g)[index] = pool_poison(pool)
 
     def copy_pages(self, group: str, pages: list[tuple[int, int]]) -> None:
         """Copy pages (from, to) in every layer's pool, behind all that was launched before."""
-        rows = self.plan.group(group).page_rows
+        g = self.plan.group(group)
         for _, _, _, name, pool in self.all_pools():
             if name == group:
-                view = pool.unflatten(0, (-1, rows))
+                view = by_page(pool, g)
                 for source, target in pages:
                     view[target].copy_(view[source])
+
+
+def by_page(pool: Tensor, group: GroupPlan) -> Tensor:
+    """A pool with its pages on the first axis."""
+    return pool if pool.dtype is torch.uint8 else pool.unflatten(0, (-1, group.page_rows))
+
+
+def pool_poison(pool: Tensor) -> float:
+    """What marks rows that nobody wrote: NaN, which bytes of 255 are in every packed format."""
+    return 255 if pool.dtype is torch.uint8 else float("nan")
 
 
 class Stage:
@@ -168,14 +181,15 @@ class Stage:
         self._head = self.region("head", head.logits)
         if self.state.plan.speculation.target_layers:
             self._features = self.region("features", features)
-        self._site = ResidualSite(spec)
+        operators = self.state.operators
+        self._site = ResidualSite(spec, operators)
         self._enter = self.region("enter", self._site.enter)
         self._attention = {
-            name: self.region(f"attention.{name}", AttentionSublayer(spec, name))
+            name: self.region(f"attention.{name}", AttentionSublayer(spec, name, operators))
             for name in sorted({layer.attention for layer in self._layers})
         }
         self._ffn = {
-            name: self.region(f"ffn.{name}", FfnSublayer(spec, name))
+            name: self.region(f"ffn.{name}", FfnSublayer(spec, name, operators))
             for name in sorted({layer.ffn for layer in self._layers})
         }
 
