@@ -17,9 +17,9 @@ from v4graph_kernels.launch import (
     check_inner,
     empty_like_output,
     next_power_of_2,
-    tuned,
 )
 from v4graph_kernels.numerics import from_e4m3
+from v4graph_kernels.tuning import tuned
 
 _CONFIGS = [
     triton.Config({"BLOCK_C": c}, num_warps=w, num_stages=1)
@@ -27,7 +27,7 @@ _CONFIGS = [
 ]
 
 
-@tuned(_CONFIGS, key=["T_KEY", "C", "PACKED"])
+@tuned(_CONFIGS, key=["T_KEY", "H", "PACKED"])
 @triton.jit
 def _scores_kernel(
     q, pool, pool32, slots, weights, out, T_KEY, H, C, page_rows, page_stride, num_rows,
