@@ -125,7 +125,10 @@ def test_a_greedy_engine_refuses_to_sample() -> None:
         (EngineConfig(device="tpu:x"), "device"),
         (EngineConfig(max_num_seqs=0, device="cpu"), "max_num_seqs 0"),
         (EngineConfig(max_model_len=10**6, device="cpu"), "max_model_len 1000000"),
-        (EngineConfig(kv_memory_bytes=10, device="cpu"), "kv_memory_bytes 10"),
+        (
+            EngineConfig(kv_memory_bytes=10, device="cpu"),
+            r"10 bytes \(kv_memory_bytes, --kv-memory\)",
+        ),
     ],
 )
 def test_limits_that_cannot_hold(config: EngineConfig, message: str) -> None:

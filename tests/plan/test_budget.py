@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
+from math import ceil
 
 import pytest
 from typer.testing import CliRunner
@@ -14,7 +17,9 @@ from v4graph.errors import PlanError
 from v4graph.plan.budget import budget, fit, total, without_draft_groups
 from v4graph.plan.lower import lower
 from v4graph.plan.types import Limits
+from v4graph.plan.weights import inventory
 from v4graph.spec.load import load_spec
+from v4graph.spec.model import ModelSpec
 
 SPEC = Tiny(max_len=512).spec()
 LIMITS = Limits(max_num_seqs=4, speculative="mtp", num_draft_tokens=3)
@@ -69,9 +74,47 @@ def test_a_plan_fits_what_is_free() -> None:
         fit(SPEC, LIMITS, int((fixed + 100) / 0.9) + 1)
 
 
-def test_given_memory_is_taken_as_it_is() -> None:
-    limits = Limits(max_num_seqs=4, kv_memory_bytes=10**9)
-    assert fit(SPEC, limits, 1) == lower(SPEC, limits)
+def test_given_memory_is_taken_as_it_is_or_refused() -> None:
+    pools = sum(g.num_pages * g.page_bytes for g in lower(SPEC, LIMITS).groups)
+    limits = replace(LIMITS, kv_memory_bytes=pools * 9 // 10)
+    plan = lower(SPEC, limits)
+    lines = budget(SPEC, plan)
+    enough = ceil(total(lines) / 0.9)
+    assert fit(SPEC, limits, enough) == plan
+    with pytest.raises(PlanError) as fault:
+        fit(SPEC, limits, enough - 10)
+    message = str(fault.value)
+    for part in ("weights", "page pools", "request table", "static buffers", "activations"):
+        assert re.search(rf"\b{part} [\d,]+", message), part
+    assert f"together need {total(lines):,}" in message
+    assert "kv_memory_bytes (--kv-memory)" in message
+    room = re.search(r"--kv-memory\) to ([\d,]+)", message)
+    assert room is not None
+    less = replace(limits, kv_memory_bytes=int(room[1].replace(",", "")))
+    assert total(budget(SPEC, fit(SPEC, less, enough - 10))) <= 0.9 * (enough - 10)
+
+
+def test_draft_weights_count_where_they_run() -> None:
+    """A mode without draft layers leaves them in the checkpoint; a short chain, its tail."""
+    data = Tiny(max_len=512).data()
+    data["speculative"]["mtp"]["num_layers"] = 3
+    chain = ModelSpec.model_validate(data)
+    size = {t.name: t.num_bytes for t in inventory(chain)}
+    draft = [sum(b for n, b in size.items() if n.startswith(f"mtp.{i}.")) for i in range(3)]
+    main = sum(size.values()) - sum(draft)
+    for stored in (False, True):
+        limits = Limits(max_num_seqs=4, stored_weights=stored)
+
+        def weights(limits: Limits) -> int:
+            return total(budget(chain, lower(chain, limits)), "weights")
+
+        none = weights(replace(limits, speculative="none"))
+        one, two, three, eight = (
+            weights(replace(limits, speculative="mtp", num_draft_tokens=k)) for k in (1, 2, 3, 8)
+        )
+        assert none < one < two < three == eight
+        if stored:
+            assert [none, one - none, two - one, three - two] == [main, *draft]
 
 
 def test_leaving_out_the_draft_layers_overcommits() -> None:
@@ -108,6 +151,10 @@ def test_the_command() -> None:
     small = CliRunner().invoke(app, [*arguments, "--free", "1MiB"])
     assert small.exit_code == 2
     assert "1,048,576 bytes are free" in small.stderr
+    for free, message in (("200MB", "alone need 196,"), ("230MB", "page pools 19,")):
+        given = CliRunner().invoke(app, [*arguments, "--free", free, "--kv-memory", "20MB"])
+        assert (given.exit_code, given.stdout) == (2, "")
+        assert message in given.stderr
 
 
 @pytest.mark.parametrize(

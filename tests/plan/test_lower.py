@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 from math import ceil
@@ -296,8 +297,14 @@ def test_pools_stay_within_the_memory_and_cover_one_sequence() -> None:
     least = least_memory()
     with pytest.raises(PlanError) as fault:
         lower(TINY.spec(), Limits(max_num_seqs=4, kv_memory_bytes=least - 1))
-    assert f"kv_memory_bytes {least - 1:,}: one sequence of 4,096 tokens" in str(fault.value)
-    assert f"needs {least:,}" in str(fault.value)
+    message = str(fault.value)
+    wanted = f"page pools of {least - 1:,} bytes (kv_memory_bytes, --kv-memory): one sequence of "
+    assert wanted + "4,096 tokens takes" in message
+    parts = re.findall(r"(?:takes|sequences|others|group) ([\d,]+)", message)
+    told = [int(part.replace(",", "")) for part in parts]
+    assert f"together {least:,};" in message
+    assert (len(told), sum(told)) == (4, least)
+    assert min(told) > 0
 
     full = pool_bytes(lower(TINY.spec(), Limits(max_num_seqs=4)))
     before = 0

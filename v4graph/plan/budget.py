@@ -12,7 +12,8 @@ from v4graph.errors import PlanError
 from v4graph.plan.buffers import buffers
 from v4graph.plan.lower import lower
 from v4graph.plan.types import DTYPES, Bucket, GroupPlan, Limits, Mode, Plan, ring_tokens
-from v4graph.plan.weight_totals import weight_totals
+from v4graph.plan.weight_totals import part_totals
+from v4graph.plan.weights import draft_inventory, main_inventory
 from v4graph.spec.model import HyperConnections, ModelSpec
 
 MEMORY_FRACTION = 0.9
@@ -33,7 +34,10 @@ class BudgetLine:
 
 def budget(spec: ModelSpec, plan: Plan) -> tuple[BudgetLine, ...]:
     """What an engine of `plan` allocates."""
-    weights = weight_totals(spec).total
+    # Draft layers that do not run are not placed; without drafts of theirs not even loaded.
+    running = tuple(f"mtp.{layer.index}." for layer in plan.speculation.layers)
+    drafters = (t for t in draft_inventory(spec) if t.name.startswith(running))
+    weights = part_totals([*main_inventory(spec), *drafters])
     size, form = weights.num_params * DTYPES[plan.limits.dtype], f"as {plan.limits.dtype}"
     if plan.limits.stored_weights:
         size, form = weights.num_bytes, "as stored"
@@ -124,19 +128,37 @@ def fit(spec: ModelSpec, limits: Limits, free_bytes: int) -> Plan:
     """The plan of `limits` with page pools that fit beside everything else in the free memory.
 
     Raises:
-        PlanError: not even one sequence fits.
+        PlanError: not even one sequence fits, or page pools of `kv_memory_bytes` do not.
     """
     plan = lower(spec, limits)
-    if limits.kv_memory_bytes:
-        return plan
     lines = budget(spec, plan)
-    fixed = total(lines) - total(lines, "pages")
-    room = int(free_bytes * MEMORY_FRACTION) - fixed
-    if total(lines, "pages") <= room:
+    usable = int(free_bytes * MEMORY_FRACTION)
+    if total(lines) <= usable:
         return plan
-    if room <= 0:
+    fixed = total(lines) - total(lines, "pages")
+    free = f"{free_bytes:,} bytes are free, of which {MEMORY_FRACTION:.0%} may be used ({usable:,})"
+    if fixed >= usable:
+        raise PlanError(f"{free}; {_parts(lines, pages=False)} alone need {fixed:,}")
+    room = usable - fixed
+    if limits.kv_memory_bytes:
         raise PlanError(
-            f"{free_bytes:,} bytes are free, of which {MEMORY_FRACTION:.0%} may be used; weights, "
-            f"buffers and activations alone need {fixed:,}"
+            f"{free}; {_parts(lines, pages=True)} together need {total(lines):,}: set "
+            f"kv_memory_bytes (--kv-memory) to {room:,} or less, or leave it out"
         )
-    return lower(spec, replace(limits, kv_memory_bytes=room))
+    try:
+        return lower(spec, replace(limits, kv_memory_bytes=room))
+    except PlanError as e:
+        raise PlanError(f"{free}; {_parts(lines, pages=False)} leave {room:,}: {e}") from e
+
+
+def _parts(lines: tuple[BudgetLine, ...], pages: bool) -> str:
+    """The parts of an account with their bytes, in words."""
+    names = {
+        "weights": "weights",
+        "pages": "page pools",
+        "table": "request table",
+        "buffers": "static buffers",
+        "work": "activations",
+    }
+    told = [f"{name} {total(lines, p):,}" for p, name in names.items() if pages or p != "pages"]
+    return f"{', '.join(told[:-1])} and {told[-1]}"

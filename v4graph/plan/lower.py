@@ -314,11 +314,7 @@ def _size_pools(
         return out
 
     def cost(tokens: int, boundaries: int) -> int:
-        left_out = 0 if count_draft_layers else 1
-        return sum(
-            g.num_pages * (g.page_bytes - left_out * g.draft_page_bytes)
-            for g in sized(tokens, boundaries)
-        )
+        return sum(g.num_pages * _page(g, count_draft_layers) for g in sized(tokens, boundaries))
 
     most, kept = seqs * max_model_len, limits.cached_boundaries
     budget = limits.kv_memory_bytes or cost(most, kept)
@@ -327,16 +323,39 @@ def _size_pools(
         room = min(budget // 8, budget - cost(max_model_len, 0))
         kept = max(min(kept, room // each), 0)
     if cost(max_model_len, kept) > budget:
+        least = sized(max_model_len, kept)
         raise PlanError(
-            f"kv_memory_bytes {budget:,}: one sequence of {max_model_len:,} tokens beside the "
-            f"windows of {seqs} sequences needs {cost(max_model_len, kept):,}; lower "
-            "max_model_len or max_num_seqs, or give more memory"
+            f"page pools of {budget:,} bytes (kv_memory_bytes, --kv-memory): "
+            f"{_told(least, max_model_len, seqs, count_draft_layers)}; lower max_model_len or "
+            "max_num_seqs, or give more memory"
         )
     low, high = max_model_len, most
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if cost(middle, kept) <= budget else (low, middle - 1)
     return tuple(sized(low, kept))
+
+
+def _page(g: GroupPlan, count_draft_layers: bool) -> int:
+    """Bytes of a page as the account counts them."""
+    return g.page_bytes - (0 if count_draft_layers else g.draft_page_bytes)
+
+
+def _told(groups: Sequence[GroupPlan], num_tokens: int, seqs: int, count_draft_layers: bool) -> str:
+    """What the least page pools are for, part by part."""
+    history = partly = windows = null = 0
+    for g in groups:
+        page, pages = _page(g, count_draft_layers), g.num_pages - 1
+        whole = 0 if g.kept_tokens else ceil(num_tokens / g.page_tokens)
+        null += page
+        history += whole * page
+        windows += pages * page if g.kept_tokens else 0
+        partly += 0 if g.kept_tokens else (pages - whole) * page
+    return (
+        f"one sequence of {num_tokens:,} tokens takes {history:,}, the windows of {seqs} sequences "
+        f"{windows:,}, the partly filled pages of the others {partly:,}, and a null page of every "
+        f"group {null:,}: together {history + windows + partly + null:,}"
+    )
 
 
 def _table_bytes(
