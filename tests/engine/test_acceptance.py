@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support import nano
 from tests.support.speculation import Session, greedy, run
 from v4graph.engine.engine import EngineConfig, LLMEngine
 from v4graph.engine.rounds import DraftCounts
+from v4graph.model.ngram_recompute import search
 from v4graph.model.rounds import EngineRound, RoundOracle
+from v4graph.ops.ngram import lookup
+from v4graph.spec.model import NgramSpeculation
 
 NEW = 20
 LENGTHS = (3, 64, 31, 129, 12, 33)
@@ -164,6 +169,74 @@ def test_the_oracle_drafts_like_a_loop_over_whole_sequences() -> None:
             expected.append(drafts)
     assert oracle().drafts(ids, known, k) == expected
     assert RoundOracle(model, mode, max_rows=1).drafts(ids, known, k) == expected
+
+
+def recorded(llm: LLMEngine, ids: list[int]) -> tuple[list[int], list[EngineRound]]:
+    """A request's tokens, all of its last round included, and its rounds."""
+    session = run(llm, {"a": ids}, greedy(NEW))
+    rounds = [
+        EngineRound(r.num_tokens, tuple(r.drafts), tuple(r.tokens)) for r in session.rounds["a"]
+    ]
+    full = [*ids, *session.tokens["a"]]
+    return [*full[: rounds[-1].num_tokens], *rounds[-1].tokens], rounds
+
+
+def ngram() -> NgramSpeculation:
+    mode = nano.spec().speculative["ngram"]
+    assert isinstance(mode, NgramSpeculation)
+    return mode
+
+
+@pytest.mark.parametrize(("name", "k"), [("mtp", 3), ("ngram", 4)])
+def test_own_rounds_are_the_engines_up_to_the_end_of_the_context(name: str, k: int) -> None:
+    llm = engine(k, speculative=name, max_model_len=64)
+    full, rounds = recorded(llm, nano.prompts(50)[0])
+    assert min(len(r.drafts) for r in rounds) < k
+    drafter = oracle() if name == "mtp" else RoundOracle(nano.oracle(), ngram())
+    differences, own = drafter.compare(full, rounds, k, 64)
+    assert differences == []
+    assert [(r.drafts, r.tokens) for r in own] == [(r.drafts, r.tokens) for r in rounds]
+
+
+def test_own_rounds_go_their_own_way() -> None:
+    """Behind a token that the recompute would not have chosen, and whatever the engine drafted."""
+    full, rounds = recorded(engine(3), prompts()["31"])
+    r = next(r for r in rounds if len(r.tokens) == 4)
+    n = r.num_tokens
+    wrong = EngineRound(n, ((r.drafts[0] + 1) % 4096, *r.drafts[1:2]), r.tokens)
+    other = [*full[:n], (full[n] + 1) % 4096, *full[n + 1 :]]
+    differences, own = oracle().compare(other, [wrong], 3, 192)
+    assert [(o.drafts, o.tokens) for o in own] == [(r.drafts, r.tokens)]
+    assert {d.where for d in differences if d.gap >= 1e-4} >= {"draft", "num_drafts"}
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=24),
+    st.integers(1, 8),
+    st.integers(1, 3),
+    st.integers(0, 2),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_search_drafts_like_the_operator(ids: list[int], k: int, least: int, more: int) -> None:
+    mode = ngram().model_copy(update={"min_ngram": least, "max_ngram": least + more})
+    drafts, count = lookup(torch.tensor([ids]), torch.tensor([len(ids)]), k, least, least + more)
+    assert search(ids, k, mode) == drafts[0, : count[0]].tolist()
+
+
+def test_the_oracle_tells_wrong_lookups() -> None:
+    ids = [5, 6, 7, 8, 5, 6, 9, 5, 6]
+    drafter = RoundOracle(nano.oracle(), ngram())
+
+    def told(drafts: tuple[int, ...]) -> list[tuple[str, int, int, int]]:
+        token = drafter.own_rounds(ids, [len(ids)], 2, 192)[0].tokens[0]
+        rounds = [EngineRound(len(ids), drafts, (token,))]
+        differences, _ = drafter.compare([*ids, token], rounds, 2, 192)
+        return [(d.where, d.index, d.expected, d.found) for d in differences]
+
+    assert told((9, 5)) == []
+    assert told((7, 5)) == [("draft", 0, 9, 7)]
+    assert told((9,)) == [("num_drafts", 0, 2, 1)]
+    assert told((9, 5, 6, 0)) == [("draft", 3, -1, 0), ("num_drafts", 0, 2, 4)]
 
 
 @pytest.mark.slow

@@ -2,7 +2,8 @@
 
 No cache, no metadata, no request table: the main model runs once over the whole finished sequence,
 and every MTP draft is made by running the draft layer over all rows of its branch from position 0;
-DSpark blocks read rows that are made of that one run (`dspark_recompute.py`).
+DSpark blocks read rows that are made of that one run (`dspark_recompute.py`), and prompt lookup is
+a search in plain Python (`ngram_recompute.py`).
 
 Shape suffixes: S tokens, N residual streams, D hidden, V vocabulary, B branches (one a round).
 """
@@ -16,8 +17,12 @@ import torch
 from torch import Tensor
 
 from v4graph.model.dspark_recompute import DsparkRecompute
+from v4graph.model.ngram_recompute import search
 from v4graph.model.recompute import Recomputed, RecomputeModel
-from v4graph.spec.model import DsparkSpeculation, MtpSpeculation
+from v4graph.spec.model import DsparkSpeculation, MtpSpeculation, NgramSpeculation
+
+Drafting = MtpSpeculation | DsparkSpeculation | NgramSpeculation
+"""Modes that draft."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,10 @@ class Difference:
     """Place within the round's drafts or tokens."""
     expected: int
     found: int
+    """Token ids; where it is a number of drafts or tokens that differs, numbers."""
     gap: float
-    """Logit of `expected` minus that of `found`; below 1e-4 either choice is rounding."""
+    """Logit of `expected` minus that of `found`; below 1e-4 either choice is rounding. Infinite
+    where no logits decide: numbers, and drafts that are looked up."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +53,22 @@ class EngineRound:
     """Committed: the accepted drafts and one token of the main model's own."""
 
 
+@dataclass(frozen=True)
+class OwnRound:
+    """What the recompute does by itself behind the same known tokens."""
+
+    drafts: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """The accepted drafts and one token of the main model's own."""
+
+
 class RoundOracle:
     """Greedy drafts, acceptance and tokens of any sequence, by full recompute in float32."""
 
     def __init__(
         self,
         model: RecomputeModel,
-        mode: MtpSpeculation | DsparkSpeculation,
+        mode: Drafting,
         max_rows: int = 1 << 14,
         token_shift: int = 1,
     ) -> None:
@@ -76,8 +92,7 @@ class RoundOracle:
         it: one near-tie does not spoil what follows. Accepted counts follow from both: a round
         that commits a draft that it should have rejected differs in `tokens`.
         """
-        device = next(iter(self.model.params.values())).device
-        all_ids = torch.tensor([list(ids)], device=device)
+        all_ids = self._tensor(ids)[None]
         main = self._main(all_ids)
         out: list[Difference] = []
         for r in rounds:
@@ -94,6 +109,18 @@ class RoundOracle:
                 wanted = (accepted + 1, len(r.tokens))
                 out.append(Difference("count", r.num_tokens, accepted, *wanted, float("inf")))
         drafted = [r for r in rounds if r.drafts]
+        if isinstance(self.mode, NgramSpeculation):
+            for r in drafted:
+                wanted = search(ids[: r.num_tokens], len(r.drafts), self.mode)
+                # Where the search finds less, -1 stands for no token.
+                wanted += [-1] * (len(r.drafts) - len(wanted))
+                pairs = enumerate(zip(wanted, r.drafts, strict=True))
+                out += [
+                    Difference("draft", r.num_tokens, i, a, b, float("inf"))
+                    for i, (a, b) in pairs
+                    if a != b
+                ]
+            return out
         known, forced = [r.num_tokens for r in drafted], [list(r.drafts) for r in drafted]
         logits = self._branches(all_ids[0], main, known, forced)
         for r, rows in zip(drafted, logits, strict=True):
@@ -102,25 +129,65 @@ class RoundOracle:
 
     @torch.no_grad()
     def drafts(self, ids: Sequence[int], known: Sequence[int], k: int) -> list[list[int]]:
-        """The `k` drafts behind each of the `known` lengths of a sequence."""
-        device = next(iter(self.model.params.values())).device
-        all_ids = torch.tensor(list(ids), device=device)
-        main = self._main(all_ids[None])
-        logits = self._branches(all_ids, main, list(known), [[None] * k for _ in known])
-        return [rows.argmax(-1).tolist() for rows in logits]
+        """The drafts, at most `k`, behind each of the `known` lengths of a sequence."""
+        all_ids = self._tensor(ids)
+        return self._drafts(all_ids, self._main(all_ids[None]), [(n, k) for n in known])
 
-    def rounds_of(self, ids: Sequence[int], num_tokens: int, k: int) -> list[tuple[int, int]]:
-        """(drafts, accepted) of every whole round along a sequence from `num_tokens` known on."""
-        known = range(num_tokens, len(ids) - k + 1)
-        drafts = self.drafts(ids, known, k) if known else []
-        out, n = [], num_tokens
-        while n in known:
-            accepted = 0
-            while accepted < k and drafts[n - num_tokens][accepted] == ids[n + accepted]:
-                accepted += 1
-            out.append((k, accepted))
-            n += accepted + 1
+    @torch.no_grad()
+    def own_rounds(
+        self, ids: Sequence[int], known: Sequence[int], k: int, max_len: int
+    ) -> list[OwnRound]:
+        """What the recompute drafts and commits behind each of the `known` lengths of a sequence.
+
+        Args:
+            ids: the sequence; of it a round sees its known tokens only.
+            k: drafts a round; fewer where the context ends.
+            max_len: the context in tokens: a draft and one more token behind it must fit.
+        """
+        all_ids = self._tensor(ids)
+        main = self._main(all_ids[None])
+        counts = [(n, max(min(k, max_len - 1 - n), 0)) for n in known]
+        best = main.logits[0].argmax(-1).tolist()
+        out = []
+        for n, drafts in zip(known, self._drafts(all_ids, main, counts), strict=True):
+            tokens: list[int] = []
+            while tokens == drafts[: len(tokens)] and len(tokens) <= len(drafts):
+                prefix = [*ids[:n], *tokens]
+                # The one run holds as long as the round goes the sequence's way.
+                along = prefix == list(ids[: len(prefix)])
+                tokens.append(best[len(prefix) - 1] if along else self._next(prefix))
+            out.append(OwnRound(tuple(drafts), tuple(tokens)))
         return out
+
+    def compare(
+        self, ids: Sequence[int], rounds: Sequence[EngineRound], k: int, max_len: int
+    ) -> tuple[list[Difference], list[OwnRound]]:
+        """`check` with the numbers of drafts, and `own_rounds` of the same rounds."""
+        own = self.own_rounds(ids, [r.num_tokens for r in rounds], k, max_len)
+        out = self.check(ids, rounds)
+        for r, o in zip(rounds, own, strict=True):
+            if len(r.drafts) != len(o.drafts):
+                numbers = len(o.drafts), len(r.drafts)
+                out.append(Difference("num_drafts", r.num_tokens, 0, *numbers, float("inf")))
+        return out, own
+
+    def _next(self, ids: Sequence[int]) -> int:
+        return int(self._main(self._tensor(ids)[None]).logits[0, -1].argmax())
+
+    def _tensor(self, ids: Sequence[int]) -> Tensor:
+        return torch.tensor(list(ids), device=next(iter(self.model.params.values())).device)
+
+    def _drafts(
+        self, ids_S: Tensor, main: Recomputed, counts: list[tuple[int, int]]
+    ) -> list[list[int]]:
+        """Drafts behind each (known length, most drafts)."""
+        if isinstance(self.mode, NgramSpeculation):
+            ids = ids_S.tolist()
+            return [search(ids[:n], k, self.mode) for n, k in counts]
+        some = [(n, k) for n, k in counts if k]
+        rows = self._branches(ids_S, main, [n for n, _ in some], [[None] * k for _, k in some])
+        chosen = iter(logits.argmax(-1).tolist() for logits in rows)
+        return [next(chosen)[:k] if k else [] for _, k in counts]
 
     def _main(self, ids: Tensor) -> Recomputed:
         mode = self.mode
@@ -142,6 +209,7 @@ class RoundOracle:
         """
         out: list[Tensor] = []
         mode = self.mode
+        assert not isinstance(mode, NgramSpeculation)  # noqa: S101 (it has no logits)
         if isinstance(mode, DsparkSpeculation):
             blocks = DsparkRecompute(self.model, mode, ids_S, main)
             step = max(self.max_rows // len(ids_S), 1)
@@ -172,7 +240,7 @@ class RoundOracle:
         i + 1 places behind, drafts among them. The last layer goes on from rows of its own.
         """
         device, count = ids_S.device, len(known)
-        k, layers = max(map(len, drafts)), self.mode.num_layers
+        k, layers = max(map(len, drafts)), mode.num_layers
         n_B, rows = torch.tensor(known, device=device), max(known) - 1
         # Rows 0 .. n - 2 are the main model's.
         x = streams_SND.new_zeros(count, rows + max(k - layers, 0), *streams_SND.shape[1:])
