@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.arch.project import ROOT
 from tests.engine.test_properties import tight
 from tests.engine.test_rounds import nano_engine, tiny_engine
 from tests.support import nano
@@ -63,6 +64,24 @@ def test_in_a_batch_and_in_chunks(mode: str, tokens: int) -> None:
     assert run(llm, ids, wanted, join={"a": 2}).tokens == expected(mode)
     for i, (name, own) in enumerate(ids.items()):
         assert run(llm, {name: own}, params(i)).tokens[name] == expected(mode)[name]
+
+
+def test_a_seed_belongs_to_a_speculative_mode() -> None:
+    """As docs/serving.md says: between modes only greedy tokens are the same, and distributions
+    (`test_lossless.py`)."""
+    assert expected("none") != expected("mtp1")
+    assert expected("mtp1") != expected("mtp3")
+    assert expected("trained") != expected("lookup")
+    ids = prompts("none")
+    greedy = [
+        run(MODES[m](), ids, params(1, temperature=0.0)).tokens for m in ("none", "mtp1", "mtp3")
+    ]
+    assert greedy[0] == greedy[1] == greedy[2]
+    rules = (ROOT / "docs" / "serving.md").read_text()
+    bullets = rules.split("\n- ")
+    (said,) = (text for text in bullets if text.startswith("**Speculation changes none"))
+    assert "seed" not in said
+    assert "- **A seed belongs to a speculative mode.**" in rules
 
 
 @ALL

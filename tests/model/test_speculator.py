@@ -100,6 +100,11 @@ def test_numbers_of_layers_agree(tmp_path: Path) -> None:
     part = "needs 2 MTP layers, but the files hold 1 of them (mtp.0.e_proj.weight in b.saf"
     with pytest.raises(WeightsError, match=re.escape(part)):
         load_params(spec(num_layers=2), write(tmp_path, STORED), torch.float32, speculative="mtp")
+    two = STORED | {k.replace("mtp.0.", "mtp.1."): v.clone() for k, v in STORED.items()}
+    part = "needs 1 MTP layer, but the files hold 2 of them (mtp.0.e_proj.weight in b.saf"
+    with pytest.raises(WeightsError, match=re.escape(part)) as caught:
+        load_params(SPEC, write(tmp_path, two), torch.float32, speculative="mtp")
+    assert str(caught.value).endswith("or a checkpoint with 1 MTP layer")
 
 
 @pytest.mark.parametrize("mode", ["none", "lookup"])

@@ -32,6 +32,8 @@ BOTH: list[tuple[str, Any]] = [
     ("top_k", 1.5),
     ("top_k", 2**70),
     ("seed", 2**70),
+    ("seed", 2**63),
+    ("seed", -(2**63) - 1),
     ("seed", "x"),
     ("stop", ""),
     ("stop", ["a", ""]),
@@ -59,6 +61,14 @@ BOTH: list[tuple[str, Any]] = [
     ("frequency_penalty", "x"),
     ("presence_penalty", -2.1),
     ("repetition_penalty", 0),
+    ("repetition_penalty", 1e-46),
+    ("repetition_penalty", 1e-7),
+    ("temperature", 1e-46),
+    ("top_p", 1e-46),
+    ("min_p", 1e-40),
+    ("presence_penalty", -1e-46),
+    ("frequency_penalty", 1e-46),
+    ("logit_bias[5]", {"5": 1e-46}),
     ("repetition_penalty", -1),
     ("repetition_penalty", float("inf")),
     ("min_p", -0.1),
@@ -164,6 +174,31 @@ def test_completion_400(server: Server, field: str, value: Any) -> None:
 @pytest.mark.parametrize(("field", "value"), BOTH + CHAT, ids=str)
 def test_chat_400(server: Server, field: str, value: Any) -> None:
     check(server, CHAT_PATH, {"messages": MESSAGES, key_of(field): value}, field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("seed", 2**63, f"seed: must be an integer of {-(2**63)} to {2**63 - 1}, got {2**63}"),
+        ("logprobs", 21, "logprobs: must be an integer of 0 to 20, got 21"),
+        ("top_k", -2, f"top_k: must be an integer of -1 to {2**63 - 1}, got -2"),
+        ("top_p", 0, "top_p: must be a number above 0, at most 1, got 0"),
+        ("temperature", 2.5, "temperature: must be a number of 0 to 2, got 2.5"),
+        ("repetition_penalty", 0, "repetition_penalty: must be a number of 1e-06 to 100, got 0"),
+        ("min_p", 1e-46, "min_p: must be 0 or of a size that float32 holds"),
+    ],
+)
+def test_ranges_are_told_with_both_ends(
+    server: Server, field: str, value: Any, message: str
+) -> None:
+    answer = post(server, "/v1/completions", {"prompt": "hi", field: value})
+    assert answer.json()["error"]["message"].startswith(message)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 2**63 - 1])
+def test_the_server_takes_the_engines_seeds(server: Server, seed: int) -> None:
+    assert post(server, "/v1/completions", {"prompt": "hi", "seed": seed}).is_success
+    assert [p.seed for p in server.engine.params] == [seed]
 
 
 def test_contradicting_caps(server: Server) -> None:

@@ -126,6 +126,7 @@ CASES = [
         "46:3: speculative.none: ",
         "of kind none",
     ),
+    ("2, attention: swa", "2, num_layers: 9, attention: swa", "47:53: sp", "9; expected an"),
     (
         "none: {kind: none}",
         "two: {kind: mtp, num_draft_tokens: 1, num_layers: 2, attention: swa, ffn: routed}",

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from v4graph.engine.request import SamplingParams
 from v4graph.errors import RequestError
 from v4graph.plan.types import Limits
 
 
-def check_params(params: SamplingParams, limits: Limits, vocab_size: int) -> None:
+def check_params(
+    params: SamplingParams, limits: Limits, vocab_size: int, eos: Collection[int] = ()
+) -> None:
     """Refuse what no program can do.
 
+    Args:
+        eos: the model's own end ids.
+
     Raises:
-        RequestError: a temperature, rule or logprobs that the engine was built without, or a token
-            id outside the vocabulary; `field` names the parameter.
+        RequestError: a temperature, rule or logprobs that the engine was built without, a token id
+            outside the vocabulary, or bans that leave no token; `field` names the parameter.
     """
     if limits.greedy_only and params.temperature > 0:
         raise RequestError(
@@ -37,3 +44,15 @@ def check_params(params: SamplingParams, limits: Limits, vocab_size: int) -> Non
         for token in ids:
             if token >= vocab_size:
                 raise RequestError(f"{name}: token id {token} is not in 0..{vocab_size - 1}", name)
+    banned = {word[0] for word in params.bad_words if len(word) == 1}
+    if len(banned) == vocab_size:
+        raise RequestError(
+            f"bad_words: all {vocab_size} tokens of the vocabulary are banned; leave at least one",
+            "bad_words",
+        )
+    if params.min_tokens and len(banned | params.end_ids(eos)) == vocab_size:
+        raise RequestError(
+            f"bad_words: all {vocab_size} tokens of the vocabulary are banned, or end ids that "
+            f"min_tokens {params.min_tokens} keeps away; leave at least one",
+            "bad_words",
+        )

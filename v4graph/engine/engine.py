@@ -137,7 +137,7 @@ class LLMEngine:
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
-        check_params(params, self.plan.limits, self.spec.vocab_size)
+        check_params(params, self.plan.limits, self.spec.vocab_size, self._eos)
         if not prompt_ids:
             raise RequestError("the prompt is empty: give at least one token", "prompt")
         for token in prompt_ids:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,7 +13,12 @@ from v4graph.plan.rules import (
     MAX_END_IDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_REPETITION,
+    MAX_SEED,
+    MIN_REPETITION,
+    MIN_SEED,
     RuleRow,
+    float32_keeps,
 )
 
 
@@ -23,7 +27,7 @@ class SamplingParams:
     """How a request chooses tokens and when it ends.
 
     Raises:
-        RequestError: a value out of range; `field` names it.
+        RequestError: a value out of range, or one that float32 cannot hold; `field` names it.
     """
 
     max_tokens: int = 16
@@ -35,7 +39,8 @@ class SamplingParams:
     min_p: float = 0.0
     """Keeps tokens of at least this share of the largest probability; 0 keeps all."""
     seed: int | None = None
-    """Equal seeds give equal tokens, alone or in any batch."""
+    """Equal seeds give equal tokens, alone or in any batch, in one speculative mode and number of
+    drafts."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -58,7 +63,7 @@ class SamplingParams:
         _integer("max_tokens", self.max_tokens, 1)
         _integer("top_k", self.top_k, 0)
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+            _integer("seed", self.seed, MIN_SEED, MAX_SEED)
         _number("temperature", self.temperature, 0.0, 2.0**31)
         _number("top_p", self.top_p, 0.0, 1.0)
         _number("min_p", self.min_p, 0.0, 1.0)
@@ -72,11 +77,7 @@ class SamplingParams:
                 f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}",
                 "min_tokens",
             )
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
-        if self.repetition_penalty == 0:
-            raise RequestError(
-                "repetition_penalty must be above 0 and at most 100, got 0", "repetition_penalty"
-            )
+        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.logprobs is not None:
@@ -110,6 +111,10 @@ class SamplingParams:
         }
         return [name for name, on in used.items() if on]
 
+    def end_ids(self, eos: Collection[int]) -> set[int]:
+        """Ids that end the request, of them the model's own `eos` unless it goes past these."""
+        return {*self.stop_token_ids, *(() if self.ignore_eos else eos)}
+
     def rules(self, num_prompt_tokens: int, eos: Collection[int]) -> RuleRow | None:
         """The request table's row of rules; None if there are none.
 
@@ -121,7 +126,7 @@ class SamplingParams:
         """
         if not self.rule_fields:
             return None
-        ends = {*self.stop_token_ids, *(() if self.ignore_eos else eos)}
+        ends = self.end_ids(eos)
         if self.min_tokens:
             _at_most("stop_token_ids", "ids, EOS included, with min_tokens", len(ends), MAX_END_IDS)
         return RuleRow(
@@ -143,13 +148,19 @@ def _at_most(name: str, what: str, count: int, most: int) -> None:
 
 def _integer(name: str, value: object, low: int, high: int = 2**63 - 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise RequestError(f"{name} must be an integer of {low} or more, got {value!r}", name)
+        raise RequestError(f"{name} must be an integer of {low} to {high}, got {value!r}", name)
 
 
 def _number(name: str, value: object, low: float, high: float) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool)
-    if not good or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type]
+    # False for NaN as well.
+    if not good or not low <= value <= high:  # type: ignore[operator]
         raise RequestError(f"{name} must be a number in {low:g}..{high:g}, got {value!r}", name)
+    if not float32_keeps(value):  # type: ignore[arg-type]
+        raise RequestError(
+            f"{name} must be 0 or of a size that float32 holds, at least 1.2e-38, got {value!r}",
+            name,
+        )
 
 
 class FinishReason(str, Enum):

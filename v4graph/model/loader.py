@@ -33,7 +33,7 @@ from v4graph.model.quant import (
 )
 from v4graph.plan.weights import TensorEntry, draft_inventory
 from v4graph.spec.model import ModelSpec, StoredDrafter
-from v4graph.spec.speculator import SHOWN, find_speculator
+from v4graph.spec.speculator import SHOWN, find_speculator, mtp_layers
 
 Progress = Callable[[str, int, int], None]
 Format = Literal["plain", "fp8_block", "fp4"]
@@ -260,7 +260,7 @@ def _reads_draft_layers(spec: ModelSpec, checkpoint: TensorSource, speculative: 
     if needed and found.num_layers != mode.num_layers:
         needed = False
         count = mode.num_layers
-        wanted = f"{count} {wanted}" if mode.kind == "mtp" else f"{wanted} of {count} layers"
+        wanted = mtp_layers(count) if mode.kind == "mtp" else f"{wanted} of {count} layers"
         held = f"{found.num_layers} of them"
     if needed:
         return True

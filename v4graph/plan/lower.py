@@ -351,10 +351,11 @@ def _told(groups: Sequence[GroupPlan], num_tokens: int, seqs: int, count_draft_l
         history += whole * page
         windows += pages * page if g.kept_tokens else 0
         partly += 0 if g.kept_tokens else (pages - whole) * page
+    many = "s" if seqs > 1 else ""
     return (
-        f"one sequence of {num_tokens:,} tokens takes {history:,}, the windows of {seqs} sequences "
-        f"{windows:,}, the partly filled pages of the others {partly:,}, and a null page of every "
-        f"group {null:,}: together {history + windows + partly + null:,}"
+        f"one sequence of {num_tokens:,} tokens takes {history:,}, the windows of {seqs} "
+        f"sequence{many} {windows:,}, the partly filled pages of the others {partly:,}, and a null "
+        f"page of every group {null:,}: together {history + windows + partly + null:,}"
     )
 
 

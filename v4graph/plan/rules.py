@@ -22,6 +22,24 @@ MAX_BAD_WORD_TOKENS = 8
 MAX_LOGPROBS = 20
 """Alternatives of a token whose log-probabilities can be told."""
 
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
+"""Seeds: an int64 column of the request table."""
+MIN_REPETITION, MAX_REPETITION = 1e-6, 100.0
+"""Repetition penalties: a logit divided by the least one, and by the least temperature, is finite
+in float32."""
+_LEAST_NORMAL = 2.0**-126
+_GREATEST = (2.0 - 2.0**-23) * 2.0**127
+
+
+def float32_keeps(value: float) -> bool:
+    """Whether float32 holds a number as zero or as a normal number.
+
+    Others would become zero, which turns a parameter off or divides by nothing, or infinite;
+    subnormal ones are zero on devices that flush them.
+    """
+    return value == 0 or _LEAST_NORMAL <= abs(value) <= _GREATEST
+
+
 RULE_INTS = 2 + MAX_END_IDS + MAX_LOGIT_BIAS + MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS
 """int64 columns of a row: prompt length, `min_tokens`, then ids."""
 RULE_FLOATS = 3 + MAX_LOGIT_BIAS

@@ -21,7 +21,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from v4graph.errors import RequestError
-from v4graph.plan.rules import MAX_LOGPROBS
+from v4graph.plan.rules import MAX_LOGPROBS, MAX_REPETITION, MAX_SEED, MIN_REPETITION, MIN_SEED
+from v4graph.server.bounds import integer, number
 from v4graph.text.chat import ChatMessage
 
 MAX_STOP_STRINGS = 16
@@ -117,9 +118,10 @@ def _check_bias(value: Any) -> Any:
 
 
 Stops = Annotated[list[str], BeforeValidator(_check_stop)]
-Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
-Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Bias = Annotated[float, *number(-100, 100)]
+Penalty = Annotated[float, *number(-2, 2)]
+Alternatives = Annotated[int, *integer(0, MAX_LOGPROBS)]
+Natural = Annotated[int, *integer(0, INT64_MAX)]
 Prompts = Annotated[
     list[str | list[int]],
     BeforeValidator(_check_prompt),
@@ -181,14 +183,14 @@ class GenerationRequest(Body):
 
     model: str | None = None
     """The served model's name; may be left out."""
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 1.0
+    temperature: Annotated[float, *number(0, 2)] = 1.0
     """0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=INT64_MAX)] = 0
+    top_p: Annotated[float, *number(0, 1, above=True)] = 1.0
+    top_k: Annotated[int, *integer(-1, INT64_MAX)] = 0
     """0 or -1: off."""
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_p: Annotated[float, *number(0, 1)] = 0.0
     """Sample from tokens of at least this share of the largest probability; 0: off."""
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    repetition_penalty: Annotated[float, *number(MIN_REPETITION, MAX_REPETITION)] = 1.0
     """Over prompt and output; 1: off."""
     presence_penalty: Penalty = 0.0
     """Over the output; 0: off."""
@@ -198,12 +200,12 @@ class GenerationRequest(Body):
     """Added to the logits of token ids, each in -100..100."""
     bad_words: list[Annotated[str, Field(min_length=1)]] = []
     """Words that the text never contains, spelled so."""
-    min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] = 0
+    min_tokens: Natural = 0
     """Within so many tokens no EOS, stop token or stop string ends the text."""
-    seed: Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)] | None = None
+    seed: Annotated[int, *integer(MIN_SEED, MAX_SEED)] | None = None
     stop: Stops = []
     """Strings that end the text and are not part of it; at most 16."""
-    stop_token_ids: list[Annotated[int, Field(ge=0, le=INT64_MAX)]] = []
+    stop_token_ids: list[Natural] = []
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None

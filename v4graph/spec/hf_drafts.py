@@ -11,7 +11,7 @@ from typing import Any
 from v4graph.spec.hf_fields import Fields
 from v4graph.spec.hf_layers import LayerList, draft_kind
 from v4graph.spec.safetensors_header import StoredCheckpoint
-from v4graph.spec.speculator import find_speculator
+from v4graph.spec.speculator import find_speculator, mtp_layers
 
 MTP_DRAFT_TOKENS = 3
 """Drafts a round in an imported spec: public acceptance figures hardly grow beyond three."""
@@ -57,7 +57,7 @@ def _mtp_layers(
     if found:
         if found != claimed:
             notes.append(
-                f"{found} MTP layers by the tensors mtp.N.e_proj, where config.json says "
+                f"{mtp_layers(found)} by the tensors mtp.N.e_proj, where config.json says "
                 f"num_nextn_predict_layers {claimed}"
             )
         return found
@@ -76,7 +76,9 @@ def _mtp_layers(
             )
         return 0
     if claimed:
-        notes.append(f"{claimed} MTP layer by num_nextn_predict_layers; no file shows its tensors")
+        notes.append(
+            f"{mtp_layers(claimed)} by num_nextn_predict_layers; no file shows the tensors"
+        )
     return claimed
 
 

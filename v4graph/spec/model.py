@@ -225,6 +225,8 @@ class MtpSpeculation(StoredDrafter):
     from the last one."""
 
     kind: Literal["mtp"]
+    num_layers: Annotated[int, Field(ge=1, le=8)] = 1
+    """Draft layers in the checkpoint; no more than there can be drafts."""
     num_draft_tokens: Annotated[int, Field(ge=1, le=8)]
     mask_position_zero: bool = False
     """Zero the token embedding of the row at position 0 (some engines do; the official code

@@ -25,6 +25,11 @@ SHOWN: dict[str, str] = {
 """What to call each kind in messages."""
 
 
+def mtp_layers(count: int) -> str:
+    """So many MTP layers, in words."""
+    return f"{count} MTP layer" + ("" if count == 1 else "s")
+
+
 @dataclass(frozen=True)
 class Speculator:
     """What `find_speculator` saw."""
