@@ -73,6 +73,22 @@ def test_commands_and_options_exist(page: Path) -> None:
                 assert option in options, f"{line!r}: unknown option {option}"
 
 
+def test_the_option_table_of_serve_is_whole() -> None:
+    """docs/serving.md lists every option of `v4graph serve`, and the defaults that are numbers."""
+    text = (ROOT / "docs" / "serving.md").read_text()
+    table = text.split("| option | default | meaning |\n|---|---|---|\n")[1].split("\n\n")[0]
+    rows: dict[str, str] = {}
+    for line in table.splitlines():
+        _, first, default, _, _ = line.split("|")
+        rows |= dict.fromkeys(re.findall(r"--[a-z][a-z-]*", first), default)
+    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    options = [p for p in serve.params if p.param_type_name == "option" and p.name != "help"]
+    assert {o for p in options for o in (*p.opts, *p.secondary_opts)} == set(rows)
+    for p in options:
+        if isinstance(p.default, int) and not isinstance(p.default, bool):
+            assert str(p.default) in rows[p.opts[0]], f"{p.opts[0]}: the default is {p.default}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in _LINK.findall(page.read_text()):
