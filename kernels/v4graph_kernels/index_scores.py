@@ -28,7 +28,7 @@ _CONFIGS = [
 
 
 @tuned(_CONFIGS, key=["T_KEY", "H", "PACKED"])
-@triton.jit
+@triton.jit(do_not_specialize=["T_KEY"])
 def _scores_kernel(
     q, pool, pool32, slots, weights, out, T_KEY, H, C, page_rows, page_stride, num_rows,
     q_stride_t, q_stride_h, slots_stride, weights_stride,
