@@ -107,7 +107,11 @@ class Bench:
             prefix_cache=False,
         )
         begin = time.perf_counter()
-        engine = LLMEngine.from_params(self.spec, dict(self.params), config)
+
+        def progress(stage: str, done: int, total: int) -> None:
+            print(f"[{time.monotonic() - self.begin:6.1f}] {stage} {done}/{total}", flush=True)
+
+        engine = LLMEngine.from_params(self.spec, dict(self.params), config, progress)
         synchronise(self.device)
         seconds = time.perf_counter() - begin
         stats = engine.programs.compiler.stats

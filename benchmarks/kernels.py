@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ import torch
 import triton
 from kernel_cases import GROUPS, Case
 from torch import Tensor
+
+from v4graph_kernels import tuning
 
 L2_BYTES = 256 << 20
 """Input sets together hold at least this much, four times the L2 of an H200."""
@@ -95,11 +98,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default=",".join(GROUPS), help="groups, separated by commas")
+    parser.add_argument(
+        "--tune", type=Path, help="try every configuration, and write the best ones' table here"
+    )
     parser.add_argument("--reference", action="store_true", help="time the references too")
     options = parser.parse_args()
     unknown = set(options.only.split(",")) - set(GROUPS)
     if unknown:
         parser.error(f"--only: no group {', '.join(sorted(unknown))}; one of {', '.join(GROUPS)}")
+    if options.tune:
+        os.environ["V4GRAPH_TUNE_KERNELS"] = "1"
     torch.manual_seed(0)
     bandwidth = copy_bandwidth()
     found = {
@@ -116,6 +124,8 @@ def main() -> None:
             found["kernels"].append(row)
             print(row, flush=True)
             options.out.write_text(json.dumps(found, indent=1) + "\n")
+            if options.tune:
+                tuning.save(options.tune)
         torch.cuda.empty_cache()
 
 

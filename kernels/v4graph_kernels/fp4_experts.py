@@ -17,8 +17,9 @@ from torch import Tensor
 
 from v4graph_kernels.fp4_grouped import grouped_pairs
 from v4graph_kernels.fp8_linear import as_bytes
-from v4graph_kernels.launch import check, check_inner, empty_like_output, next_power_of_2, tuned
+from v4graph_kernels.launch import check, check_inner, empty_like_output, next_power_of_2
 from v4graph_kernels.numerics import dot_fp4
+from v4graph_kernels.tuning import tuned
 
 FEW_PAIRS = 1024
 """More pairs than this are sorted: a program here looks at all of them to find its expert's."""

@@ -15,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from v4graph_kernels.expert_tiles import expert_tiles
-from v4graph_kernels.launch import empty_like_output, next_power_of_2, tuned
+from v4graph_kernels.launch import empty_like_output, next_power_of_2
 from v4graph_kernels.numerics import dot_fp4
+from v4graph_kernels.tuning import tuned
 
 _CONFIGS = [
     triton.Config({"BLOCK_N": n, "BLOCK_K": k}, num_warps=w, num_stages=s)

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from v4graph_kernels.launch import next_power_of_2, tuned
+from v4graph_kernels.launch import next_power_of_2
 from v4graph_kernels.numerics import decode_e4m3, load_scale
+from v4graph_kernels.tuning import tuned
 
 BLOCK = 128
 """Outputs and inputs of a weight tile: those of one scale."""
@@ -74,7 +75,7 @@ def _gemm_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
 
 
-_KEY = ["M_KEY", "N", "K"]
+_KEY = ["M_KEY", "N", "K", "FOLD"]
 _folded_kernel = tuned(_FOLDED_CONFIGS, key=_KEY)(_gemm_kernel)
 _scaled_kernel = tuned(_CONFIGS, key=_KEY)(_gemm_kernel)
 

@@ -21,9 +21,9 @@ from v4graph_kernels.launch import (
     empty_like_output,
     next_power_of_2,
     splits_for,
-    tuned,
 )
 from v4graph_kernels.numerics import decode_e4m3, load_scale
+from v4graph_kernels.tuning import tuned
 
 SCALE_BLOCK = 128
 FEW_TOKENS = 256

@@ -23,9 +23,9 @@ from v4graph_kernels.launch import (
     empty_like_output,
     next_power_of_2,
     splits_for,
-    tuned,
 )
 from v4graph_kernels.numerics import through
+from v4graph_kernels.tuning import tuned
 
 BLOCK_T = 16
 """Tokens of one program: the least that a matrix product takes."""

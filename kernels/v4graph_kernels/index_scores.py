@@ -18,9 +18,9 @@ from v4graph_kernels.launch import (
     check_inner,
     empty_like_output,
     next_power_of_2,
-    tuned,
 )
 from v4graph_kernels.numerics import from_e4m3
+from v4graph_kernels.tuning import tuned
 
 MANY_TOKENS = 128
 """From this many on one program scores neighbouring tokens; fewer would not fill the machine."""
@@ -86,7 +86,7 @@ def _score(
     return tl.where(is_row, total, float("-inf"))
 
 
-@tuned(_CONFIGS, key=["T_KEY", "C", "PACKED"])
+@tuned(_CONFIGS, key=["T_KEY", "H", "PACKED"])
 @triton.jit
 def _scores_kernel(
     q, pool, pool32, slots, weights, out, T, T_KEY, H, C, page_rows, page_stride, num_rows,

@@ -1,9 +1,8 @@
-"""How kernels are launched: interpreter or GPU, and configurations tuned on the GPU only."""
+"""How kernels are launched: interpreter or GPU, sizes and checks."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -21,20 +20,6 @@ def _probe() -> None:
 
 INTERPRETED = isinstance(_probe, InterpretedFunction)
 """Whether kernels of this process run in the interpreter; Triton fixes that when it is imported."""
-
-
-TUNE = not INTERPRETED and os.environ.get("V4GRAPH_TUNE_KERNELS", "1") != "0"
-"""Whether configurations are timed; otherwise each kernel takes its first one."""
-
-
-def tuned(configs: Sequence[triton.Config], key: Sequence[str]) -> Callable:
-    """`triton.autotune` over `configs`; without `TUNE` the first one, and nothing is timed.
-
-    Tuning runs a kernel many times and synchronises, so every shape has to be launched once before
-    a CUDA graph captures it. All kernels here write what they write whole, so a rerun is harmless.
-    """
-    chosen = list(configs) if TUNE else list(configs)[:1]
-    return triton.autotune(configs=chosen, key=list(key))
 
 
 def check(is_right: bool, message: str) -> None:

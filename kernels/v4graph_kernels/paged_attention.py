@@ -19,9 +19,9 @@ from v4graph_kernels.launch import (
     empty_like_output,
     next_power_of_2,
     splits_for,
-    tuned,
 )
 from v4graph_kernels.load_rows import load_packed_rows, load_plain_rows, pool_arguments
+from v4graph_kernels.tuning import tuned
 
 SCAN = 512
 """Listed slots that one step of the search for used ones looks at."""
@@ -31,8 +31,8 @@ MIN_PART = 64
 _CONFIGS = [
     triton.Config({"BLOCK_H": h, "BLOCK_N": n}, num_warps=w, num_stages=s)
     for h, n, w, s in (
-        (16, 32, 4, 2),
         (16, 32, 8, 2),
+        (16, 32, 4, 2),
         (32, 32, 8, 2),
         (32, 64, 8, 2),
         (64, 32, 8, 1),
@@ -105,16 +105,16 @@ def _finish(acc, top, total, sink):
     return tl.where(total == 0.0, 0.0, acc * shrink / tl.where(total == 0.0, 1.0, total))
 
 
-@tuned(_CONFIGS, key=["T_KEY", "H", "LW", "LC", "PACKED"])
+@tuned(_CONFIGS, key=["T_KEY", "H", "HAS_C", "IN_PARTS", "PACKED"])
 @triton.jit
 def _attention_kernel(
-    q, out, part_top, part_total, sink, scale, T_KEY, H, LW, LC, part_rows,
+    q, out, part_top, part_total, sink, scale, T_KEY, H, LW, LC, parts, part_rows,
     slots_w, pool_w, pool16_w, page_rows_w, page_stride_w, num_rows_w,
     slots_c, pool_c, pool16_c, page_rows_c, page_stride_c, num_rows_c,
     q_stride_t, q_stride_h, slots_stride_w, slots_stride_c,
     DIM: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUPS: tl.constexpr,
     ROPE_PAD: tl.constexpr, COLS: tl.constexpr, PACKED: tl.constexpr, HAS_C: tl.constexpr,
-    PARTS: tl.constexpr, SCAN: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    IN_PARTS: tl.constexpr, SCAN: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One part of one token's lists for BLOCK_H heads.
 
@@ -151,12 +151,12 @@ def _attention_kernel(
             NOPE, ROPE, GROUPS, ROPE_PAD, COLS, PACKED, BLOCK_N, SCAN,
         )  # fmt: skip
     row = t * H + h
-    if PARTS == 1:
+    if not IN_PARTS:
         s = tl.load(sink + h, mask=h < H, other=0.0).to(tl.float32)[:, None]
         acc_r = _finish(acc_r, top[:, None], total[:, None], s)
         acc = _finish(acc, top[:, None], total[:, None], s)
     else:
-        row = row * PARTS + part
+        row = row * parts + part
         tl.store(part_top + row, top, mask=h < H)
         tl.store(part_total + row, total, mask=h < H)
     to = out + row[:, None] * DIM
@@ -168,20 +168,20 @@ def _attention_kernel(
 
 @triton.jit
 def _combine_kernel(
-    parts, part_top, part_total, sink, out, H,
-    DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK_S: tl.constexpr,
+    parts, part_top, part_total, sink, out, H, num_parts,
+    DIM: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of one token and head."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_S)
-    tops = tl.load(part_top + row * PARTS + s, mask=s < PARTS, other=float("-inf"))
-    totals = tl.load(part_total + row * PARTS + s, mask=s < PARTS, other=0.0)
+    tops = tl.load(part_top + row * num_parts + s, mask=s < num_parts, other=float("-inf"))
+    totals = tl.load(part_total + row * num_parts + s, mask=s < num_parts, other=0.0)
     top = tl.max(tops)
     base = tl.where(top == float("-inf"), 0.0, top)
     shrink = tl.exp(tops - base)
     c = tl.arange(0, DIM)
-    at = parts + (row * PARTS + s)[:, None] * DIM + c[None, :]
-    acc = tl.sum(tl.load(at, mask=(s < PARTS)[:, None], other=0.0) * shrink[:, None], axis=0)
+    at = parts + (row * num_parts + s)[:, None] * DIM + c[None, :]
+    acc = tl.sum(tl.load(at, mask=(s < num_parts)[:, None], other=0.0) * shrink[:, None], axis=0)
     done = _finish(acc, top, tl.sum(totals * shrink), tl.load(sink + row % H).to(tl.float32))
     tl.store(out + row * DIM + c, done.to(out.dtype.element_ty))
 
@@ -251,15 +251,16 @@ def sparse_attention(
     rope = rope_dim if packed else 0
     groups = next_power_of_2(triton.cdiv(E - rope, 64))
     _attention_kernel[grid](
-        q_THE, out, top, total, sink_H, softmax_scale, next_power_of_2(T), H, LW, LC, part_rows,
-        window_slots_TL, *window[:5], slots_c, *compressed[:5],
+        q_THE, out, top, total, sink_H, softmax_scale, next_power_of_2(T), H, LW, LC,
+        parts, part_rows, window_slots_TL, *window[:5], slots_c, *compressed[:5],
         q_THE.stride(0), q_THE.stride(1), window_slots_TL.stride(0), slots_c.stride(0),
         DIM=E, NOPE=E - rope, ROPE=rope, GROUPS=groups, ROPE_PAD=max(next_power_of_2(rope), 16),
-        COLS=groups * 64 if packed else E, PACKED=packed, HAS_C=has_c, PARTS=parts, SCAN=SCAN,
+        COLS=groups * 64 if packed else E, PACKED=packed, HAS_C=has_c,
+        IN_PARTS=parts > 1, SCAN=SCAN,
     )  # fmt: skip
     if parts > 1:
         _combine_kernel[(T * H,)](
-            out, top, total, sink_H, result, H,
-            DIM=E, PARTS=parts, BLOCK_S=next_power_of_2(parts), num_warps=4,
+            out, top, total, sink_H, result, H, parts,
+            DIM=E, BLOCK_S=next_power_of_2(parts), num_warps=4,
         )  # fmt: skip
     return result

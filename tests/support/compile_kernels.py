@@ -2,7 +2,7 @@
 
 The interpreter accepts programs that the compiler refuses. Prints a line for each compiled kernel,
 `name shared_bytes spilled_bytes`, and exits with 1 at the first that cannot be compiled. With
-`V4GRAPH_TUNE_KERNELS=0` only the first configuration of a tuned kernel is compiled.
+`V4GRAPH_TUNE_KERNELS=1` every configuration of a tuned kernel is compiled, otherwise the first.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
 from v4graph_kernels import load
+from v4graph_kernels.tuning import Tuned, tuning
 
 TOKENS = 2
 
@@ -50,12 +50,12 @@ def _compile_only() -> None:
         sys.stdout.write(line)
         return kernel
 
-    def run_tuned(self: Autotuner, *args: Any, **kwargs: Any) -> None:
-        for config in self.configs:
+    def run_tuned(self: Tuned, *args: Any, **kwargs: Any) -> None:
+        for config in self.configs if tuning() else self.configs[:1]:
             self.fn.run(*args, **kwargs, **config.all_kwargs())
 
     JITFunction.run = run
-    Autotuner.run = run_tuned
+    Tuned.run = run_tuned
 
 
 def _spilled(cubin: bytes) -> int:

@@ -151,7 +151,7 @@ class FusedRows(AttentionCaches):
     ) -> tuple[Tensor, Tensor]:
         self.write_window(kv_TE, norm, rope, pools, m)
         width = self.config.heads * self.config.head_dim
-        heads, dim = (self.indexer.heads, self.indexer.dim) if self.indexer else (0, 1)
+        heads, dim = (self.indexer.heads, self.indexer.dim) if self.indexer is not None else (0, 1)
         index = queries_TQ[:, width:].unflatten(-1, (heads, dim))
         index = rotate(index, *_by_head(rope)) if heads else index
         return self._queries(queries_TQ[:, :width], rope), index

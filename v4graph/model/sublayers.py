@@ -153,7 +153,7 @@ class AttentionSublayer:
         heads and the indexer, each token's row `[T, E]`, an indexer's head weights `[T, H']`."""
         a = self.config
         indexer = a.indexer if isinstance(a, SparseAttention) else None
-        sizes = [a.q_lora_rank, a.head_dim, *([indexer.heads] if indexer else [])]
+        sizes = [a.q_lora_rank, a.head_dim, *([indexer.heads] if indexer is not None else [])]
         q_low, kv, *rest = split_linear(h, w, "attn.in", sizes)
         queries = joint_linear(rms_norm(q_low, w["attn.q_norm.weight"], self.eps), w, "attn.q")
         if indexer is None:
