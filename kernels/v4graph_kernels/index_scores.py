@@ -110,7 +110,7 @@ def _scores_kernel(
     tl.store(out + t * C + c, score, mask=c < C)
 
 
-@tuned(_MANY_CONFIGS, key=["T_KEY", "C", "PACKED"])
+@tuned(_MANY_CONFIGS, key=["T_KEY", "H", "PACKED"])
 @triton.jit
 def _many_scores_kernel(
     q, pool, pool32, slots, weights, out, T, T_KEY, H, C, page_rows, page_stride, num_rows,
