@@ -199,7 +199,9 @@ def hyper_cases() -> Iterator[Case]:
 
 def index_cases() -> Iterator[Case]:
     """Scores over all compressed rows of a context, and the selection of 512."""
-    for tokens, entries in ((1, 2048), (1, 32768), (1, 262144), (8, 32768), (32, 8192)):
+    for tokens, entries in (
+        (1, 2048), (1, 32768), (1, 262144), (8, 32768), (32, 8192), (2048, 8192),
+    ):  # fmt: skip
 
         def make(tokens: int = tokens, entries: int = entries) -> tuple:
             pool = random_bytes(entries // 64 + 1, 8448, low=40, high=80)
@@ -213,6 +215,7 @@ def index_cases() -> Iterator[Case]:
             lambda *a: index.paged_index_scores(*a, page_rows=64),
             entries * 132 + tokens * entries * 12,
             shape={"tokens": tokens, "entries": entries},
+            operations=2 * 64 * 128 * entries * tokens,
         )
 
         def make_scores(tokens: int = tokens, entries: int = entries) -> tuple:

@@ -53,7 +53,7 @@ def _write_state(
         tl.store(to + WIDTH, score, mask=c < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "C"])
 def _compressor_kernel(
     projected, ape, positions, state_slots, state, read_slots, closing, freqs, weight, slots,
     pool, alias, T, C, projected_stride, state_stride, num_states,

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from v4graph_kernels.fp4_grouped import grouped_pairs
+from v4graph_kernels.fp4_grouped import grouped_pairs, halves, split_channels
+from v4graph_kernels.fp4_tiles import down, gate_up
 from v4graph_kernels.fp8_linear import as_bytes
 from v4graph_kernels.launch import check, check_inner, empty_like_output, next_power_of_2
-from v4graph_kernels.numerics import dot_fp4
 from v4graph_kernels.tuning import tuned
 
 FEW_PAIRS = 1024
@@ -27,14 +27,7 @@ BLOCK_M = 16
 
 _CONFIGS = [
     triton.Config({"BLOCK_N": n, "BLOCK_K": k}, num_warps=w, num_stages=s)
-    for n, k, w, s in (
-        (32, 128, 4, 3),
-        (64, 128, 4, 3),
-        (64, 128, 4, 4),
-        (64, 64, 4, 4),
-        (64, 256, 8, 3),
-        (128, 64, 4, 3),
-    )
+    for n, k, w, s in ((32, 256, 2, 3), (64, 256, 4, 3), (32, 256, 2, 4), (32, 128, 2, 4))
 ]
 
 
@@ -57,58 +50,47 @@ def _own_pairs(experts, P, num_experts, P_PAD: tl.constexpr):
 
 
 @triton.jit
-def _load_inputs(rows, start, m_in, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Even and odd inputs of BLOCK_M rows, each `[BLOCK_M, BLOCK_K / 2]`."""
-    k = start + tl.arange(0, BLOCK_K)[None, :]
-    tile = tl.load(rows[:, None] + k, mask=m_in[:, None] & (k < K), other=0.0)
-    return tl.split(tl.reshape(tile, (BLOCK_M, BLOCK_K // 2, 2)))
+def _pairs_at(rank, m, P_PAD: tl.constexpr):
+    """The pairs of ranks `m`; 0 where there is none."""
+    p = tl.arange(0, P_PAD)
+    pair = tl.sum(tl.where(rank[None, :] == m[:, None], p[None, :], 0), axis=1)
+    return pair.to(tl.int64)
 
 
 @tuned(_CONFIGS, key=["P", "D", "J"])
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _gate_up_kernel(
-    x, weights, experts, w13, s13, h, P, D, J, num_experts, x_stride, clamp,
-    TOPK: tl.constexpr, CLAMP: tl.constexpr, E8M0: tl.constexpr, P_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, x_odd, weights, experts, w13, s13, h, P, num_experts, clamp,
+    D: tl.constexpr, J: tl.constexpr, TOPK: tl.constexpr, CLAMP: tl.constexpr, E8M0: tl.constexpr,
+    P_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """`h[p] = weight_p * swiglu(gate, up)` of BLOCK_N intermediate channels."""
+    """`h[:, p] = weight_p * swiglu(gate, up)` of BLOCK_N channels, even ones and odd ones apart."""
     expert, count, rank = _own_pairs(experts, P, num_experts, P_PAD)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_in = n < J
-    gate_row = expert * 2 * J + n
+    row, half, c = halves(tl.program_id(0), BLOCK_N)
+    n_in = row < J
+    gate_row = expert * 2 * J + row
+    EVEN: tl.constexpr = (J % BLOCK_N == 0) and (D % BLOCK_K == 0)
     for first in range(0, count, BLOCK_M):
         m = first + tl.arange(0, BLOCK_M)
         m_in = m < count
-        p = tl.arange(0, P_PAD)
-        pair = tl.sum(tl.where(rank[None, :] == m[:, None], p[None, :], 0), axis=1)
-        rows = x + (pair // TOPK).to(tl.int64) * x_stride
-        gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for start in range(0, D, BLOCK_K):
-            even, odd = _load_inputs(rows, start, m_in, D, BLOCK_M, BLOCK_K)
-            gate = dot_fp4(
-                gate, even, odd, w13 + gate_row * (D // 2), s13 + gate_row * (D // 32),
-                start, n_in, D, E8M0, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-            up = dot_fp4(
-                up, even, odd, w13 + (gate_row + J) * (D // 2), s13 + (gate_row + J) * (D // 32),
-                start, n_in, D, E8M0, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-        if CLAMP:
-            # Comparisons leave a NaN in place, where a minimum might drop it.
-            gate = tl.where(gate > clamp, clamp, gate)
-            up = tl.where(up > clamp, clamp, tl.where(up < -clamp, -clamp, up))
+        pair = _pairs_at(rank, m, P_PAD)
+        at = pair // TOPK * (D // 2)
+        out = gate_up(
+            x + at, x_odd + at, m_in, w13 + gate_row * (D // 2), w13 + (gate_row + J) * (D // 2),
+            s13 + gate_row * (D // 32), s13 + (gate_row + J) * (D // 32), n_in, D, clamp,
+            CLAMP, E8M0, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
         weight = tl.load(weights + pair, mask=m_in, other=0.0).to(tl.float32)
-        out = gate * tl.sigmoid(gate) * up * weight[None, :]
-        at = h + pair.to(tl.int64)[None, :] * J + n[:, None]
-        tl.store(at, out.to(h.dtype.element_ty), mask=n_in[:, None] & m_in[None, :])
+        to = h + (pair[None, :] + (half * P)[:, None]) * (J // 2) + c[:, None]
+        out = (out * weight[None, :]).to(h.dtype.element_ty)
+        tl.store(to, out, mask=n_in[:, None] & m_in[None, :])
 
 
 @tuned(_CONFIGS, key=["P", "D", "J"])
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _down_kernel(
-    h, experts, w2, s2, y, P, D, J, num_experts,
-    E8M0: tl.constexpr, P_PAD: tl.constexpr,
+    h, h_odd, experts, w2, s2, y, P, num_experts,
+    D: tl.constexpr, J: tl.constexpr, E8M0: tl.constexpr, P_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """`y[p] = w2 h[p]`, float32 `[P, D]`; pairs whose expert does not exist are not written."""
@@ -116,21 +98,18 @@ def _down_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_in = n < D
     row = expert * D + n
+    EVEN: tl.constexpr = (D % BLOCK_N == 0) and (J % BLOCK_K == 0)
     for first in range(0, count, BLOCK_M):
         m = first + tl.arange(0, BLOCK_M)
         m_in = m < count
-        p = tl.arange(0, P_PAD)
-        pair = tl.sum(tl.where(rank[None, :] == m[:, None], p[None, :], 0), axis=1)
-        rows = h + pair.to(tl.int64) * J
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for start in range(0, J, BLOCK_K):
-            even, odd = _load_inputs(rows, start, m_in, J, BLOCK_M, BLOCK_K)
-            acc = dot_fp4(
-                acc, even, odd, w2 + row * (J // 2), s2 + row * (J // 32),
-                start, n_in, J, E8M0, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-        at = y + pair.to(tl.int64)[None, :] * D + n[:, None]
-        tl.store(at, acc, mask=n_in[:, None] & m_in[None, :])
+        pair = _pairs_at(rank, m, P_PAD)
+        at = pair * (J // 2)
+        acc = down(
+            h + at, h_odd + at, m_in, w2 + row * (J // 2), s2 + row * (J // 32), n_in, J,
+            E8M0, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        to = y + pair[None, :] * D + n[:, None]
+        tl.store(to, acc, mask=n_in[:, None] & m_in[None, :])
 
 
 @triton.jit
@@ -217,14 +196,15 @@ def _few_pairs(
     D, K = x_TD.shape[1], experts_TK.shape[1]
     E, J = w13.shape[0], w13.shape[1] // 2
     P = experts_TK.numel()
-    h = empty_like_output(x_TD, (P, J))
+    x = split_channels(x_TD)
+    h = empty_like_output(x_TD, (2, P, J // 2))
     y = empty_like_output(x_TD, (P, D), torch.float32)
     constants = {"E8M0": e8m0, "P_PAD": next_power_of_2(P), "BLOCK_M": BLOCK_M}
     _gate_up_kernel[lambda meta: (triton.cdiv(J, meta["BLOCK_N"]), P)](
-        x_TD, weights_TK, experts_TK, w13, s13, h, P, D, J, E, x_TD.stride(0),
-        clamp or 0.0, TOPK=K, CLAMP=clamp is not None, **constants,
+        x[0], x[1], weights_TK, experts_TK, w13, s13, h, P, E, clamp or 0.0,
+        D=D, J=J, TOPK=K, CLAMP=clamp is not None, **constants,
     )  # fmt: skip
     _down_kernel[lambda meta: (triton.cdiv(D, meta["BLOCK_N"]), P)](
-        h, experts_TK, w2, s2, y, P, D, J, E, **constants
+        h[0], h[1], experts_TK, w2, s2, y, P, E, D=D, J=J, **constants
     )
     return y

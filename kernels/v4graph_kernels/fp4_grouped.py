@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from v4graph_kernels.expert_tiles import expert_tiles
+from v4graph_kernels.fp4_tiles import down, gate_up
 from v4graph_kernels.launch import empty_like_output, next_power_of_2
-from v4graph_kernels.numerics import dot_fp4
 from v4graph_kernels.tuning import tuned
 
 _CONFIGS = [
@@ -34,58 +34,48 @@ def _tile(pairs, expert_of_tile, M: tl.constexpr):
 
 
 @triton.jit
-def _load_half(rows, at, half, m_in, BLOCK: tl.constexpr):
-    """Inputs [at, at + BLOCK) of a half of `half` channels, `[M, BLOCK]`."""
-    c = at + tl.arange(0, BLOCK)[None, :]
-    return tl.load(rows[:, None] + c, mask=m_in[:, None] & (c < half), other=0.0)
+def halves(block, BLOCK_N: tl.constexpr):
+    """BLOCK_N channels, the even ones of a block and then the odd ones, so that both halves are
+    stored in runs: `(channel, half, place in the half)`."""
+    i = tl.arange(0, BLOCK_N)
+    half = i // (BLOCK_N // 2)
+    place = block * (BLOCK_N // 2) + i % (BLOCK_N // 2)
+    return 2 * place + half, half, place
 
 
 @tuned(_CONFIGS, key=["P_KEY", "D", "J"])
-@triton.jit
-def _gate_up_kernel(
-    x, x_odd, weights, pairs, expert_of_tile, w13, s13, h, P, P_KEY, D, J, clamp,
-    TOPK: tl.constexpr, CLAMP: tl.constexpr, E8M0: tl.constexpr,
+@triton.jit(do_not_specialize=["P", "P_KEY"])
+def _gate_up_tiles_kernel(
+    x, x_odd, weights, pairs, expert_of_tile, w13, s13, h, P, P_KEY, clamp,
+    D: tl.constexpr, J: tl.constexpr, TOPK: tl.constexpr, CLAMP: tl.constexpr, E8M0: tl.constexpr,
     M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """`h[:, p] = weight_p * swiglu(gate, up)` of BLOCK_N channels, for the pairs of a tile."""
     expert, pair, m_in = _tile(pairs, expert_of_tile, M)
     if expert < 0:
         return
-    # The even channels of the block, then the odd ones, so that both halves are stored in runs.
-    i = tl.arange(0, BLOCK_N)
-    odd_n, at_n = i // (BLOCK_N // 2), i % (BLOCK_N // 2)
-    c = tl.program_id(0) * (BLOCK_N // 2) + at_n
-    n_in = c < J // 2
-    gate_row = expert * 2 * J + 2 * c + odd_n
+    row, half, c = halves(tl.program_id(0), BLOCK_N)
+    n_in = row < J
+    gate_row = expert * 2 * J + row
+    EVEN: tl.constexpr = (J % BLOCK_N == 0) and (D % BLOCK_K == 0)
     at = tl.where(m_in, pair // TOPK, 0) * (D // 2)
-    gate = tl.zeros((BLOCK_N, M), tl.float32)
-    up = tl.zeros((BLOCK_N, M), tl.float32)
-    for start in range(0, D, BLOCK_K):
-        even = _load_half(x + at, start // 2, D // 2, m_in, BLOCK_K // 2)
-        odd = _load_half(x_odd + at, start // 2, D // 2, m_in, BLOCK_K // 2)
-        gate = dot_fp4(
-            gate, even, odd, w13 + gate_row * (D // 2), s13 + gate_row * (D // 32),
-            start, n_in, D, E8M0, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        up = dot_fp4(
-            up, even, odd, w13 + (gate_row + J) * (D // 2), s13 + (gate_row + J) * (D // 32),
-            start, n_in, D, E8M0, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-    if CLAMP:
-        # Comparisons leave a NaN in place, where a minimum might drop it.
-        gate = tl.where(gate > clamp, clamp, gate)
-        up = tl.where(up > clamp, clamp, tl.where(up < -clamp, -clamp, up))
+    out = gate_up(
+        x + at, x_odd + at, m_in, w13 + gate_row * (D // 2), w13 + (gate_row + J) * (D // 2),
+        s13 + gate_row * (D // 32), s13 + (gate_row + J) * (D // 32), n_in, D, clamp,
+        CLAMP, E8M0, EVEN, M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     weight = tl.load(weights + pair, mask=m_in, other=0.0).to(tl.float32)
-    out = gate * tl.sigmoid(gate) * up * weight[None, :]
-    to = h + (pair[None, :] + (odd_n * P)[:, None]) * (J // 2) + c[:, None]
-    tl.store(to, out.to(h.dtype.element_ty), mask=n_in[:, None] & m_in[None, :])
+    to = h + (pair[None, :] + (half * P)[:, None]) * (J // 2) + c[:, None]
+    out = (out * weight[None, :]).to(h.dtype.element_ty)
+    tl.store(to, out, mask=n_in[:, None] & m_in[None, :])
 
 
 @tuned(_CONFIGS, key=["P_KEY", "D", "J"])
-@triton.jit
-def _down_kernel(
-    h, h_odd, pairs, expert_of_tile, w2, s2, y, P_KEY, D, J,
-    E8M0: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+@triton.jit(do_not_specialize=["P_KEY"])
+def _down_tiles_kernel(
+    h, h_odd, pairs, expert_of_tile, w2, s2, y, P_KEY,
+    D: tl.constexpr, J: tl.constexpr, E8M0: tl.constexpr,
+    M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """`y[p] = w2 h[p]`, float32 `[P, D]`; pairs without a tile are not written."""
     expert, pair, m_in = _tile(pairs, expert_of_tile, M)
@@ -94,17 +84,19 @@ def _down_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_in = n < D
     row = expert * D + n
+    EVEN: tl.constexpr = (D % BLOCK_N == 0) and (J % BLOCK_K == 0)
     at = tl.where(m_in, pair, 0) * (J // 2)
-    acc = tl.zeros((BLOCK_N, M), tl.float32)
-    for start in range(0, J, BLOCK_K):
-        even = _load_half(h + at, start // 2, J // 2, m_in, BLOCK_K // 2)
-        odd = _load_half(h_odd + at, start // 2, J // 2, m_in, BLOCK_K // 2)
-        acc = dot_fp4(
-            acc, even, odd, w2 + row * (J // 2), s2 + row * (J // 32),
-            start, n_in, J, E8M0, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+    acc = down(
+        h + at, h_odd + at, m_in, w2 + row * (J // 2), s2 + row * (J // 32), n_in, J,
+        E8M0, EVEN, M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     to = y + pair[None, :] * D + n[:, None]
     tl.store(to, acc, mask=n_in[:, None] & m_in[None, :])
+
+
+def split_channels(x_TD: Tensor) -> Tensor:
+    """Even channels, then odd ones: `[2, T, D / 2]`."""
+    return x_TD.unflatten(1, (-1, 2)).permute(2, 0, 1).contiguous()
 
 
 def places_for(num_pairs: int, num_experts: int) -> int:
@@ -133,16 +125,16 @@ def grouped_pairs(
     P = experts_TK.numel()
     places = places_for(P, E)
     pairs, expert_of_tile = expert_tiles(experts_TK.flatten(), E, places)
-    x = x_TD.unflatten(1, (D // 2, 2)).permute(2, 0, 1).contiguous()
+    x = split_channels(x_TD)
     h = empty_like_output(x_TD, (2, P, J // 2))
     y = empty_like_output(x_TD, (P, D), torch.float32)
     # Channels vary fastest: concurrent programs then share the rows of few tiles.
     tiles, key = expert_of_tile.shape[0], next_power_of_2(P)
-    _gate_up_kernel[lambda meta: (triton.cdiv(J, meta["BLOCK_N"]), tiles)](
-        x[0], x[1], weights_TK, pairs, expert_of_tile, w13, s13, h, P, key, D, J, clamp or 0.0,
-        TOPK=topk, CLAMP=clamp is not None, E8M0=e8m0, M=places,
+    _gate_up_tiles_kernel[lambda meta: (triton.cdiv(J, meta["BLOCK_N"]), tiles)](
+        x[0], x[1], weights_TK, pairs, expert_of_tile, w13, s13, h, P, key, clamp or 0.0,
+        D=D, J=J, TOPK=topk, CLAMP=clamp is not None, E8M0=e8m0, M=places,
     )  # fmt: skip
-    _down_kernel[lambda meta: (triton.cdiv(D, meta["BLOCK_N"]), tiles)](
-        h[0], h[1], pairs, expert_of_tile, w2, s2, y, key, D, J, E8M0=e8m0, M=places
+    _down_tiles_kernel[lambda meta: (triton.cdiv(D, meta["BLOCK_N"]), tiles)](
+        h[0], h[1], pairs, expert_of_tile, w2, s2, y, key, D=D, J=J, E8M0=e8m0, M=places
     )
     return y

@@ -38,7 +38,7 @@ _CONFIGS = [_config(128, 8, 3), _config(128, 8, 4), _config(64, 4, 4), _config(6
 _FOLDED_CONFIGS = [*_CONFIGS, _config(256, 8, 2)]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "M_KEY"])
 def _gemm_kernel(
     x, weight, scale, out, M, M_KEY, N, K, group_rows,
     x_stride_m, x_stride_g, weight_stride, scale_stride,

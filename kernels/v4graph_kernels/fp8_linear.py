@@ -36,11 +36,11 @@ _CONFIGS = [
 
 
 @tuned(_CONFIGS, key=["M_KEY", "N", "K"])
-@triton.jit
+@triton.jit(do_not_specialize=["M", "M_KEY"])
 def _fp8_linear_kernel(
     x, weight, scale, out, M, M_KEY, N, K, group_rows, part_cols,
     x_stride_m, x_stride_g, weight_stride, scale_stride,
-    E8M0: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    E8M0: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs over one part of K; with several parts `out` is float32 `[S, M, N]`.
@@ -67,12 +67,12 @@ def _fp8_linear_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
 
 
-@triton.jit
-def _sum_parts_kernel(parts, out, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["size", "num_parts"])
+def _sum_parts_kernel(parts, out, size, num_parts, BLOCK: tl.constexpr):
     """Sum `[S, size]` over S, in order: the same bits in every run."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for part in range(PARTS):
+    for part in range(num_parts):
         total += tl.load(parts + part * size + i, mask=i < size, other=0.0)
     tl.store(out + i, total.to(out.dtype.element_ty), mask=i < size)
 
@@ -132,11 +132,11 @@ def grouped_fp8_linear(x_MGK: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     _fp8_linear_kernel[grid](
         x_MGK, weight.view(torch.uint8), scale, sums, M, next_power_of_2(M), N, K, N // G,
         part_cols, x_MGK.stride(0), x_MGK.stride(1), weight.stride(0), scale.stride(0),
-        E8M0=e8m0, PARTS=parts, BLOCK_M=block_m, BLOCK_K=SCALE_BLOCK,
+        E8M0=e8m0, BLOCK_M=block_m, BLOCK_K=SCALE_BLOCK,
     )  # fmt: skip
     if parts > 1:
         _sum_parts_kernel[(triton.cdiv(M * N, 512),)](
-            sums, out, M * N, PARTS=parts, BLOCK=512, num_warps=4
+            sums, out, M * N, parts, BLOCK=512, num_warps=4
         )
     return out
 

@@ -37,7 +37,7 @@ _CONFIGS = [
 
 
 @tuned(_CONFIGS, key=["T_KEY", "D", "LEAVE"])
-@triton.jit
+@triton.jit(do_not_specialize=["T", "T_KEY"])
 def _mix_kernel(
     x, y, post, comb, fn, out, mixes, squares, T, T_KEY, D, part_cols,
     LEAVE: tl.constexpr, N: tl.constexpr, M: tl.constexpr, M_PAD: tl.constexpr,

@@ -82,19 +82,6 @@ def from_e2m1(nibble):
 
 
 @triton.jit
-def scaled_e2m1(nibble, scale, dtype: tl.constexpr):
-    """FP4 codes 0 to 15 (int32) times float32 scales, in `dtype`."""
-    if dtype == tl.bfloat16:
-        # A code's three bits are a bf16, subnormal for 0.5, that is 2^126 too small: two packed
-        # products, fewer operations than in float32. Decoding is what limits this product.
-        bits = ((nibble & 7) << 6) | ((nibble & 8) << 12)
-        value = bits.to(tl.int16).to(dtype, bitcast=True)
-        return (value * tl.full((), 2.0**126, dtype)) * scale.to(dtype)
-    else:
-        return (from_e2m1(nibble) * scale).to(dtype)
-
-
-@triton.jit
 def load_scale(pointers, mask, E8M0: tl.constexpr):
     """Weight scales as float32: e8m0 bytes (0 is 2^-127, 255 NaN) or float32 values."""
     if E8M0:
@@ -104,27 +91,3 @@ def load_scale(pointers, mask, E8M0: tl.constexpr):
         return bits.to(tl.float32, bitcast=True)
     else:
         return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def dot_fp4(
-    acc, x_even, x_odd, rows, scales, start, n_in, K,
-    E8M0: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """`acc [BLOCK_N, BLOCK_M]` plus the products of inputs [start, start + BLOCK_K).
-
-    Low nibbles are even inputs, high ones odd; a scale stands for 32 inputs, which are 16 bytes.
-    """
-    dtype: tl.constexpr = x_even.dtype
-    g = tl.arange(0, BLOCK_K // 32)[None, :, None]
-    byte = g * 16 + tl.arange(0, 16)[None, None, :]
-    seen = n_in[:, None, None] & (start + 2 * byte < K)
-    code = tl.load(rows[:, None, None] + start // 2 + byte, mask=seen, other=0).to(tl.int32)
-    s = load_scale(
-        scales[:, None, None] + start // 32 + g,
-        n_in[:, None, None] & (start + 32 * g < K), E8M0,
-    )  # fmt: skip
-    low = tl.reshape(scaled_e2m1(code & 15, s, dtype), (BLOCK_N, BLOCK_K // 2))
-    high = tl.reshape(scaled_e2m1(code >> 4, s, dtype), (BLOCK_N, BLOCK_K // 2))
-    acc = tl.dot(low, tl.trans(x_even), acc, input_precision="ieee")
-    return tl.dot(high, tl.trans(x_odd), acc, input_precision="ieee")

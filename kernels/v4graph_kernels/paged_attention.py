@@ -106,7 +106,7 @@ def _finish(acc, top, total, sink):
 
 
 @tuned(_CONFIGS, key=["T_KEY", "H", "HAS_C", "IN_PARTS", "PACKED"])
-@triton.jit
+@triton.jit(do_not_specialize=["T_KEY", "parts", "part_rows"])
 def _attention_kernel(
     q, out, part_top, part_total, sink, scale, T_KEY, H, LW, LC, parts, part_rows,
     slots_w, pool_w, pool16_w, page_rows_w, page_stride_w, num_rows_w,
@@ -166,7 +166,7 @@ def _attention_kernel(
         tl.store(to + NOPE + r, acc_r.to(dtype), mask=is_head & (r < ROPE))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _combine_kernel(
     parts, part_top, part_total, sink, out, H, num_parts,
     DIM: tl.constexpr, BLOCK_S: tl.constexpr,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.test_quantised_kernels import half
 from tests.support.kernel_error import assert_as_exact
 from tests.support.pools import filled_pool, random_slots
 from v4graph.ops.custom.index import paged_index_scores, select_rows
@@ -56,6 +57,80 @@ def test_a_nan_key_shows(device: str) -> None:
     args = (a.to(device) for a in (torch.randn(1, 3, 16), pool.data, slots, torch.ones(1, 3)))
     got = load("index_scores").index_scores(*args, page_rows=PAGE_ROWS).cpu()
     assert got.isnan().tolist() == [[False, True]]
+
+
+def request_lists(lengths: list[int], width: int) -> Tensor:
+    """Lists of the tokens of several requests, each token seeing one row more than the last."""
+    out = []
+    for n in lengths:
+        own = PAGE_ROWS + torch.randperm(ROWS - PAGE_ROWS)[:width]
+        out += [torch.where(torch.arange(width) < i, own, -1) for i in range(n)]
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("row_format", ["f32", "bf16", "fp8"])
+def test_many_tokens_are_scored_as_each_alone(
+    device: str, row_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of one request, blocks that straddle two, a padded token and a last block cut off."""
+    module = load("index_scores")
+    q, weights = torch.randn(53, 20, 32).to(half(device)), torch.randn(53, 20)
+    pool = filled_pool(row_format, PAGES, PAGE_ROWS, 32)
+    slots = request_lists([36, 7, 10], 40)
+    slots[9] = -1
+    args = (q, pool.data, slots, weights)
+    moved = [a.to(device) for a in args]
+    alone = module.index_scores(*moved, page_rows=PAGE_ROWS).cpu()
+    monkeypatch.setattr(module, "MANY_TOKENS", 1)
+    kernel, called = module._many_scores_kernel, []
+
+    class Counted:
+        def __getitem__(self, grid: object) -> object:
+            called.append(1)
+            return kernel[grid]
+
+    monkeypatch.setattr(module, "_many_scores_kernel", Counted())
+    got = module.index_scores(*moved, page_rows=PAGE_ROWS).cpu()
+    assert called == [1]
+    listed = slots >= 0
+    assert (got[~listed] == -INF).all()
+    keys = pool.values[slots.clamp_min(PAGE_ROWS)]
+    products = torch.einsum("the,tce->thc", q.double(), keys).relu()
+    exact = torch.einsum("thc,th->tc", products, weights.double())
+    assert_as_exact(got[listed], alone[listed], exact[listed])
+
+
+@pytest.mark.parametrize("outside", [ROWS, 2**40, -(2**40)])
+def test_many_tokens_follow_no_id_outside_the_pool(
+    device: str, outside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such an id is no row of the block either: the other tokens' keys count."""
+    monkeypatch.setattr(load("index_scores"), "MANY_TOKENS", 1)
+    q, weights = torch.randn(20, 3, 16).to(half(device)), torch.rand(20, 3)
+    pool = filled_pool("fp8", PAGES, PAGE_ROWS, 16)
+    slots = request_lists([20], 30)
+    marked = torch.where(slots < 0, outside, slots)
+    got, expected = (
+        load("index_scores")
+        .index_scores(*(a.to(device) for a in (q, pool.data, s, weights)), page_rows=PAGE_ROWS)
+        .cpu()
+        for s in (marked, slots)
+    )
+    assert torch.equal(got, expected)
+    assert (got[slots >= 0] > -INF).all()
+
+
+def test_a_nan_key_shows_in_the_tokens_that_list_it(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load("index_scores"), "MANY_TOKENS", 1)
+    pool = filled_pool("f32", PAGES, PAGE_ROWS, 16)
+    pool.data[20] = NAN
+    slots = torch.tensor([[19, -1]] * 5 + [[19, 20]] * 12)
+    q = torch.randn(17, 3, 16).to(half(device))
+    args = (a.to(device) for a in (q, pool.data, slots, torch.ones(17, 3)))
+    got = load("index_scores").index_scores(*args, page_rows=PAGE_ROWS).cpu()
+    assert torch.equal(got.isnan(), slots == 20)
 
 
 def select(device: str, scores: Tensor, entries: Tensor, topk: int, slots: Tensor | None) -> Tensor:

@@ -123,9 +123,10 @@ def hyper() -> None:
 def index() -> None:
     """Scores over both row formats; selection in one part and in several."""
     for pool in (_bytes(3, 8448), _bf16(64, 128)):
-        load("index_scores").index_scores(
-            _bf16(TOKENS, 64, 128), pool, _ids(TOKENS, 4096), _bf16(TOKENS, 64), page_rows=64
-        )
+        for tokens in (TOKENS, 512):
+            load("index_scores").index_scores(
+                _bf16(tokens, 64, 128), pool, _ids(tokens, 4096), _bf16(tokens, 64), page_rows=64
+            )
     for entries in (2048, 65536):
         scores = torch.zeros(TOKENS, entries)
         load("topk").select_rows(scores, _ids(TOKENS), _ids(TOKENS, entries), topk=512)
