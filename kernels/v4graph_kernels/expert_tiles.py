@@ -18,6 +18,8 @@ from v4graph_kernels.launch import empty_like_output, next_power_of_2
 
 SCAN = 2048
 """Pairs that one step of a scan looks at."""
+FEW_PAIRS = 1024
+"""Up to so many pairs one launch places them; of more, another one counts first."""
 
 
 @triton.jit
@@ -32,14 +34,30 @@ def _count_kernel(experts, counts, P, SCAN: tl.constexpr):
 
 
 @triton.jit
+def _count_all(experts, P, E_PAD: tl.constexpr, CHUNK: tl.constexpr):
+    """How many pairs chose each expert, `[E_PAD]`."""
+    e = tl.arange(0, E_PAD)[None, :]
+    count = tl.zeros((E_PAD,), tl.int32)
+    for start in range(0, P, CHUNK):
+        p = start + tl.arange(0, CHUNK)
+        chosen = tl.load(experts + p, mask=p < P, other=-1)
+        count += tl.sum((chosen[:, None] == e).to(tl.int32), axis=0)
+    return count
+
+
+@triton.jit(do_not_specialize=["P", "N"])
 def _place_kernel(
     experts, counts, pair, expert_of_tile, P, E, N,
-    M: tl.constexpr, E_PAD: tl.constexpr, SCAN: tl.constexpr,
+    COUNTED: tl.constexpr, M: tl.constexpr, E_PAD: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     """Fill the tiles of one expert; program E fills those that are left."""
     expert = tl.program_id(0)
     e = tl.arange(0, E_PAD)
-    count = tl.load(counts + e, mask=e < E, other=0)
+    if COUNTED:
+        count = tl.load(counts + e, mask=e < E, other=0)
+    else:
+        # Few pairs are counted by every program: sooner done than another launch.
+        count = tl.where(e < E, _count_all(experts, P, E_PAD, 32), 0)
     first = tl.sum(tl.where(e < expert, (count + M - 1) // M, 0))
     own = tl.sum(tl.where(e == expert, count, 0))
     tiles = (own + M - 1) // M
@@ -71,13 +89,15 @@ def expert_tiles(experts_P: Tensor, num_experts: int, places: int) -> tuple[Tens
     # Each touched expert begins one tile; what is left fills whole ones.
     touched = min(P, E)
     N = touched + (P - touched) // places
-    counts = empty_like_output(experts_P, (E,), torch.int32)
     pair = empty_like_output(experts_P, (N, places), torch.int32)
     expert = empty_like_output(experts_P, (N,), torch.int32)
     scan = min(SCAN, next_power_of_2(P))
-    _count_kernel[(E,)](experts_P, counts, P, SCAN=scan, num_warps=4)
+    counts = expert
+    if P > FEW_PAIRS:
+        counts = empty_like_output(experts_P, (E,), torch.int32)
+        _count_kernel[(E,)](experts_P, counts, P, SCAN=scan, num_warps=4)
     _place_kernel[(E + 1,)](
         experts_P, counts, pair, expert, P, E, N,
-        M=places, E_PAD=next_power_of_2(E), SCAN=scan, num_warps=4,
+        COUNTED=P > FEW_PAIRS, M=places, E_PAD=next_power_of_2(E), SCAN=scan, num_warps=4,
     )  # fmt: skip
     return pair, expert

@@ -1,4 +1,4 @@
-"""Routed experts in FP4 for many tokens: a grouped product over tiles of one expert's pairs.
+"""Routed experts in FP4: a grouped product over tiles of one expert's pairs.
 
 Low nibbles are even inputs and high ones odd, so activations lie as two halves, even channels and
 odd ones: a nibble tile and its half multiply without shuffles, and the half goes straight to shared
@@ -23,6 +23,20 @@ _CONFIGS = [
     triton.Config({"BLOCK_N": n, "BLOCK_K": k}, num_warps=w, num_stages=s)
     for n, k, w, s in ((64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 8, 4), (128, 128, 8, 3))
 ]
+# Where few pairs share an expert, reading is all: small programs, several a multiprocessor.
+_FEW_CONFIGS = [
+    triton.Config({"BLOCK_N": n, "BLOCK_K": k}, num_warps=w, num_stages=s)
+    for n, k, w, s in (
+        (32, 128, 2, 4),
+        (32, 256, 2, 3),
+        (32, 128, 2, 6),
+        (64, 128, 4, 4),
+        (16, 256, 1, 3),
+        (64, 256, 4, 3),
+    )
+]
+FEW_PLACES = 16
+"""Pairs of the smallest tiles, the least that a product takes."""
 
 
 @triton.jit
@@ -43,9 +57,8 @@ def halves(block, BLOCK_N: tl.constexpr):
     return 2 * place + half, half, place
 
 
-@tuned(_CONFIGS, key=["P_KEY", "D", "J"])
 @triton.jit(do_not_specialize=["P", "P_KEY"])
-def _gate_up_tiles_kernel(
+def _gate_up_kernel(
     x, x_odd, weights, pairs, expert_of_tile, w13, s13, h, P, P_KEY, clamp,
     D: tl.constexpr, J: tl.constexpr, TOPK: tl.constexpr, CLAMP: tl.constexpr, E8M0: tl.constexpr,
     M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -70,9 +83,8 @@ def _gate_up_tiles_kernel(
     tl.store(to, out, mask=n_in[:, None] & m_in[None, :])
 
 
-@tuned(_CONFIGS, key=["P_KEY", "D", "J"])
 @triton.jit(do_not_specialize=["P_KEY"])
-def _down_tiles_kernel(
+def _down_kernel(
     h, h_odd, pairs, expert_of_tile, w2, s2, y, P_KEY,
     D: tl.constexpr, J: tl.constexpr, E8M0: tl.constexpr,
     M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -94,6 +106,15 @@ def _down_tiles_kernel(
     tl.store(to, acc, mask=n_in[:, None] & m_in[None, :])
 
 
+_KEY = ["P_KEY", "D", "J", "M"]
+_few = tuned(_FEW_CONFIGS, key=_KEY)
+_many = tuned(_CONFIGS, key=_KEY)
+_KERNELS = {
+    True: (_few(_gate_up_kernel), _few(_down_kernel)),
+    False: (_many(_gate_up_kernel), _many(_down_kernel)),
+}
+
+
 def split_channels(x_TD: Tensor) -> Tensor:
     """Even channels, then odd ones: `[2, T, D / 2]`."""
     return x_TD.unflatten(1, (-1, 2)).permute(2, 0, 1).contiguous()
@@ -101,7 +122,7 @@ def split_channels(x_TD: Tensor) -> Tensor:
 
 def places_for(num_pairs: int, num_experts: int) -> int:
     """Pairs of a tile, 16 to 128: about those of one expert if all are chosen alike."""
-    return min(max(next_power_of_2(num_pairs // num_experts), 16), 128)
+    return min(max(next_power_of_2(num_pairs // num_experts), FEW_PLACES), 128)
 
 
 def grouped_pairs(
@@ -130,11 +151,12 @@ def grouped_pairs(
     y = empty_like_output(x_TD, (P, D), torch.float32)
     # Channels vary fastest: concurrent programs then share the rows of few tiles.
     tiles, key = expert_of_tile.shape[0], next_power_of_2(P)
-    _gate_up_tiles_kernel[lambda meta: (triton.cdiv(J, meta["BLOCK_N"]), tiles)](
+    gate_up_kernel, down_kernel = _KERNELS[places == FEW_PLACES]
+    gate_up_kernel[lambda meta: (triton.cdiv(J, meta["BLOCK_N"]), tiles)](
         x[0], x[1], weights_TK, pairs, expert_of_tile, w13, s13, h, P, key, clamp or 0.0,
         D=D, J=J, TOPK=topk, CLAMP=clamp is not None, E8M0=e8m0, M=places,
     )  # fmt: skip
-    _down_tiles_kernel[lambda meta: (triton.cdiv(D, meta["BLOCK_N"]), tiles)](
+    down_kernel[lambda meta: (triton.cdiv(D, meta["BLOCK_N"]), tiles)](
         h[0], h[1], pairs, expert_of_tile, w2, s2, y, key, D=D, J=J, E8M0=e8m0, M=places
     )
     return y

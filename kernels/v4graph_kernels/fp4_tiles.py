@@ -4,7 +4,7 @@ In bf16 a code's sign, exponent and mantissa bits, put where bf16 has its own, a
 2^-126, 0.5 as a subnormal. So a mask, a multiplication that moves two codes' bits at once, and one
 product with the scale decode two weights. The scale is taken times 2^100, which leaves the exact
 result in the range of bf16 for scales from 2^-100 to 2^27 (the published checkpoints' are near
-2^-10); larger ones become infinite, so they show. `FACTOR` takes the two powers back from the sum.
+2^-10); larger ones become NaN, so they show. `FACTOR` takes the two powers back from the sum.
 
 Decoding is what limits these products: see `benchmarks/kernels.py`.
 
@@ -74,7 +74,7 @@ def fp4_tile(
             exponent = tl.load(scale_at).to(tl.int32)
         else:
             exponent = tl.load(scale_at, mask=g_in, other=0).to(tl.int32)
-        bits = tl.minimum(exponent + 100, 255) << 7
+        bits = tl.where(exponent > 154, 0x7FC0, (exponent + 100) << 7)
         s = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         s = load_scale(scale_at, g_in, E8M0)
