@@ -234,9 +234,16 @@ def index_cases() -> Iterator[Case]:
 
 def linear_cases() -> Iterator[Case]:
     """The projections of a layer, by output and input channels."""
-    shapes = {"wq_b": (32768, 1024), "wo_b": (4096, 8192), "wq_a+wkv": (1536, 4096)}
+    shapes = {
+        "wq_b": (32768, 1024),
+        "wq_b+indexer": (40960, 1024),
+        "wo_b": (4096, 8192),
+        "wq_a+wkv": (1536, 4096),
+        "shared w13": (4096, 4096),
+        "shared w2": (4096, 2048),
+    }
     for name, (o, i) in shapes.items():
-        for tokens in (1, 4, 8, 32):
+        for tokens in (1, 8, 32, 128):
 
             def make(o: int = o, i: int = i, tokens: int = tokens) -> tuple:
                 weight = random_bytes(o, i).view(torch.float8_e4m3fn)
@@ -246,7 +253,7 @@ def linear_cases() -> Iterator[Case]:
             size = o * i + tokens * (o + i) * 2
             shape = {"weight": name, "tokens": tokens}
             yield Case("fp8_linear", make, products.fp8_linear, size, quantised.fp8_linear, shape)
-    for tokens in (1, 8):
+    for tokens in (1, 8, 32, 128):
 
         def make_grouped(tokens: int = tokens) -> tuple:
             weight = random_bytes(8192, 4096).view(torch.float8_e4m3fn)
@@ -269,7 +276,7 @@ def experts_cases() -> Iterator[Case]:
     s13, s2 = random_bytes(E, 2 * J, D // 32, low=113, high=118), None
     s2 = random_bytes(E, D, J // 32, low=113, high=118)
     one = 3 * D * J // 2 + 3 * D * J // 32
-    for tokens in (1, 4, 8, 32):
+    for tokens in (1, 8, 32, 128):
         chosen = torch.stack([torch.randperm(E, device="cuda")[:6] for _ in range(tokens)])
 
         def make(tokens: int = tokens) -> tuple:

@@ -31,7 +31,7 @@ FEW_TOKENS = 256
 
 _CONFIGS = [
     triton.Config({"BLOCK_N": n}, num_warps=w, num_stages=s)
-    for n, w, s in ((64, 4, 4), (64, 4, 2), (32, 4, 4), (128, 8, 3), (128, 4, 3), (16, 2, 4))
+    for n, w, s in ((32, 2, 4), (32, 2, 6), (16, 1, 4), (64, 4, 4), (64, 2, 3), (128, 4, 3))
 ]
 
 

@@ -29,6 +29,8 @@ from v4graph_kernels.tuning import tuned
 
 BLOCK_T = 16
 """Tokens of one program: the least that a matrix product takes."""
+FEW_TOKENS = 4
+"""Up to so many tokens are a program each: a product of 16 rows would be padding."""
 
 _CONFIGS = [
     triton.Config({"BLOCK_D": d}, num_warps=w, num_stages=s)
@@ -54,6 +56,7 @@ def _mix_kernel(
     row = t.to(tl.int64)
     m = tl.arange(0, M_PAD)
     acc = tl.zeros((BLOCK_T, M_PAD), tl.float32)
+    single = tl.zeros((BLOCK_D if BLOCK_T == 1 else 1, M_PAD), tl.float32)
     total = tl.zeros((BLOCK_T,), tl.float32)
     dtype: tl.constexpr = x.dtype.element_ty
     for start in range(part * part_cols, tl.minimum((part + 1) * part_cols, D), BLOCK_D):
@@ -79,8 +82,13 @@ def _mix_kernel(
                 value = tl.load(at, mask=seen, other=0.0).to(tl.float32)
             at = fn + m[None, :] * (N * D) + k * D + d[:, None]
             w = tl.load(at, mask=(m < M)[None, :] & in_d[:, None], other=0.0)
-            acc += tl.dot(value, w, input_precision="ieee")
+            if BLOCK_T == 1:
+                single += tl.reshape(value, (BLOCK_D,))[:, None] * w
+            else:
+                acc += tl.dot(value, w, input_precision="ieee")
             total += tl.sum(value * value, axis=1)
+    if BLOCK_T == 1:
+        acc = tl.sum(single, axis=0)[None, :]
     at = row * parts + part
     tl.store(mixes + at[:, None] * M_PAD + m[None, :], acc, mask=in_t[:, None])
     tl.store(squares + at, total, mask=in_t)
@@ -185,7 +193,8 @@ def _enter(
     new_comb = empty_like_output(x, (T, N, N), torch.float32)
     if T == 0:
         return out, h, new_post, new_comb
-    blocks_t = triton.cdiv(T, BLOCK_T)
+    block_t = 1 if T <= FEW_TOKENS else BLOCK_T
+    blocks_t = triton.cdiv(T, block_t)
     chunks = triton.cdiv(D, 64)
     part_cols = triton.cdiv(chunks, splits_for(blocks_t, chunks)) * 64
     parts = triton.cdiv(D, part_cols)
@@ -193,7 +202,7 @@ def _enter(
     squares = empty_like_output(x, (T, parts), torch.float32)
     _mix_kernel[(blocks_t, parts)](
         x, y, post, comb, fn, out, mixes, squares, T, next_power_of_2(T), D, part_cols,
-        LEAVE=leaving is not None, N=N, M=M, M_PAD=m_pad, BLOCK_T=BLOCK_T,
+        LEAVE=leaving is not None, N=N, M=M, M_PAD=m_pad, BLOCK_T=block_t,
     )  # fmt: skip
     _enter_kernel[(T,)](
         out, mixes, squares, base, scale, norm_weight, h, new_post, new_comb, D, parts,

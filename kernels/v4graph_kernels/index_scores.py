@@ -19,7 +19,7 @@ from v4graph_kernels.launch import (
     empty_like_output,
     next_power_of_2,
 )
-from v4graph_kernels.numerics import from_e4m3
+from v4graph_kernels.numerics import decode_e4m3
 from v4graph_kernels.tuning import tuned
 
 MANY_TOKENS = 128
@@ -58,7 +58,7 @@ def _load_keys(
         row = page * page_stride + at * DIM
         code = tl.load(pool + row[:, None] + e[None, :], mask=is_row[:, None], other=0)
         at += (page * page_stride + page_rows * DIM) // 4
-        return from_e4m3(code).to(dtype), tl.load(pool32 + at, mask=is_row, other=0.0)
+        return decode_e4m3(code, dtype), tl.load(pool32 + at, mask=is_row, other=0.0)
     else:
         at = slot[:, None] * page_stride + e[None, :]
         k = tl.load(pool + at, mask=is_row[:, None], other=0.0).to(dtype)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from v4graph_kernels.launch import check, check_inner
-from v4graph_kernels.numerics import exp2_of, from_e4m3
+from v4graph_kernels.numerics import decode_e4m3, exp2_of, from_e4m3
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def load_packed_rows(
     byte = tl.load(pool + scales[:, None, None] + g, mask=here & (g * 64 < NOPE), other=0)
     if dtype == tl.bfloat16:
         # Half the registers of the other branch, and as exact.
-        value = code.to(tl.float8e4nv, bitcast=True).to(dtype) * exp2_of(byte).to(dtype)
+        value = decode_e4m3(code, dtype) * exp2_of(byte).to(dtype)
     else:
         value = (from_e4m3(code) * exp2_of(byte)).to(dtype)
     quantised = tl.reshape(value, (N, GROUPS * 64))
