@@ -6,7 +6,7 @@ Each part is a process of its own with a time limit; its output is DIR/NAME.log,
 DIR/NAME.json, and DIR/suite.json says how each one ended. Checks: `ops` (every kernel against its
 reference, `pytest -m gpu`), `nano` (v4-nano against the CPU), `rounds` (the acceptance gap at
 k = 1..8). Timings: `cost` (rounds of v4-nano as CUDA graphs), `kernels` (each kernel at V4-Flash's
-shapes).
+shapes), `flash_slice8` and `flash_slice24` (decoding, rounds and prefill at real dimensions).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def parts(out: Path) -> list[Part]:
     files = sorted((ROOT / "tests" / "kernels").glob("test_*.py"))
     quiet = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
     rounds = [python, str(HERE / "gpu_rounds.py"), "--out"]
+    more = ["--prefill", "8192,32768", "--long", "32768,65536", "--profile", "1,32"]
     quick = ["--prompts", "16", "--max-tokens", "64"]
     return [
         *(Part(f"ops_{f.stem.removeprefix('test_')}", [*quiet, str(f)], 150) for f in files),
@@ -54,6 +55,15 @@ def parts(out: Path) -> list[Part]:
             True,
         ),
         Part("kernels", [python, str(HERE / "kernels.py"), str(out / "kernels.json")], 120, True),
+        *(
+            Part(
+                name.replace("-", "_"),
+                [python, str(HERE / "gpu_slice.py"), name, "--out", str(out / "slices"), *more],
+                900,
+                True,
+            )
+            for name in ("flash-slice8", "flash-slice24")
+        ),
     ]
 
 

@@ -27,7 +27,8 @@ class EngineConfig:
     kernels: str = "auto"
     """`reference`: functions of `ops/` that the compiler fuses; `operators`: registered ones, where
     there are some (Triton kernels on a GPU, their references on a CPU); `auto`: operators on a GPU
-    if the kernels take the model's sizes. Packed rows and stored weights always need operators."""
+    in bfloat16, if the kernels take the model's sizes. Packed rows and stored weights always need
+    operators."""
     weight_format: str = "auto"
     """`decoded` to `dtype`; `stored`, as the checkpoint holds them; `auto`: stored with operators
     on a GPU."""
@@ -112,7 +113,8 @@ class EngineConfig:
             )
         if self.kernels != "auto":
             return self.kernels == "operators"
-        return self.torch_device().type == "cuda" and kernels_fit(spec)
+        on_gpu = self.torch_device().type == "cuda"
+        return on_gpu and self.dtype == "bfloat16" and kernels_fit(spec)
 
     def keep_stored(self, spec: ModelSpec) -> bool:
         """Whether FP8 and FP4 weights stay as the checkpoint holds them.
