@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support.runner import Runner, relative_error
 from tests.support.speculation import greedy, run
-from tests.support.stored import decoded, stored
+from tests.support.stored import decoded, fp8, stored
 from tests.support.tiny import Tiny
 from v4graph.engine.engine import EngineConfig, LLMEngine
 from v4graph.model.params import random_params
@@ -135,3 +135,19 @@ def test_preemption_and_cached_prefixes_with_packed_rows() -> None:
     expected = run(engine(PACKED, "none", prefix_cache=False), prompts, greedy(24)).tokens
     assert first.tokens == again.tokens == expected
     llm.check_integrity()
+
+
+def test_what_no_operator_multiplies_is_decoded() -> None:
+    """Compressors, routers and the head may be FP8 in a file; their scales count."""
+    params = dict(weights(PACKED))
+    for name, p in params.items():
+        chosen = name.endswith(("wgate.weight", "compressor.wkv.weight", "ffn.gate.weight"))
+        if chosen or name == "head.weight":
+            assert isinstance(p, Tensor)
+            params[name] = fp8(p)
+    config = EngineConfig(max_model_len=64, compile=False, device="cpu", greedy_only=True)
+    llm = LLMEngine.from_params(PACKED.spec(), params, config)
+    tokens = run(llm, {"a": ids(33)}, greedy(12)).tokens["a"]
+    model = RecomputeModel(PACKED.spec(), decoded(params))
+    rows = model.forward(torch.tensor([[*ids(33), *tokens]])).logits[0]
+    assert rows[32:-1].argmax(-1).tolist() == tokens

@@ -27,11 +27,30 @@ FLOAT32 = ("attn.compress", "ffn.gate.weight")
 """Projections whose products are float32: the compressors' and the routers'."""
 
 
+_MULTIPLIED = (
+    *("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3", "w13"),
+    *("e_proj", "h_proj", "main_proj"),
+)
+
+
 def tensors_of(param: StoredParam) -> tuple[Tensor, ...]:
     """The tensors of a parameter: itself, or codes and scales."""
     if isinstance(param, Fp8Block):
         return param.weight, param.scale
     return (param.packed, param.scale) if isinstance(param, Fp4) else (param,)
+
+
+def decode_others(w: Mapping[str, StoredParam], dtype: torch.dtype) -> dict[str, StoredParam]:
+    """Parameters, those decoded that no operator multiplies as stored (compressors, head, ...)."""
+
+    def kept(name: str) -> bool:
+        layer = name.removesuffix(".weight").rsplit(".", 1)[-1]
+        return layer in _MULTIPLIED and "compressor" not in name
+
+    return {
+        k: p.dequantise(dtype) if isinstance(p, Fp8Block) and not kept(k) else p
+        for k, p in w.items()
+    }
 
 
 def stack(w: dict[str, StoredParam], name: str, parts: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from v4graph.errors import ProgramError
-from v4graph.model.projections import FLOAT32, StoredParam, flatten
+from v4graph.model.projections import FLOAT32, StoredParam, decode_others, flatten
 from v4graph.model.rope import inverse_frequencies
 from v4graph.model.sublayers import AttentionSublayer, FfnSublayer
 from v4graph.plan.types import Bucket, LayerPlan, Mode, Plan
@@ -42,8 +42,9 @@ def build_state(
     """
     layers, pools = _layers("layers", plan.layers, spec, plan, params, device, checked)
     draft = _layers("mtp", plan.speculation.layers, spec, plan, params, device, checked)
+    dtype = _dtype(plan)
     own = {k: v for k, v in params.items() if not k.startswith(("layers.", "mtp."))}
-    top = {k: _place(k, v, device) for k, v in flatten(own, _dtype(plan)).items()}
+    top = {k: _place(k, v, device) for k, v in flatten(decode_others(own, dtype), dtype).items()}
     names = {name for name, _ in (*plan.rope_dims, *plan.draft_rope_dims)}
     freqs = {name: inverse_frequencies(spec.rope[name]).to(device) for name in sorted(names)}
     table = RequestTable(plan, spec.vocab_size, device)
@@ -63,7 +64,8 @@ def _layers(
     layers, pools = [], []
     for layer in kinds:
         prefix = f"{block}.{layer.index}."
-        own = {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
+        found = {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
+        own = decode_others(found, _dtype(plan))
         packed = FfnSublayer(spec, layer.ffn).pack(
             AttentionSublayer(spec, layer.attention).pack(own)
         )
