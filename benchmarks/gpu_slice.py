@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bandwidth import copy_bandwidth, synchronise
 from torch.profiler import ProfilerActivity, profile
 
 from v4graph.engine.engine import EngineConfig, LLMEngine
@@ -33,25 +34,6 @@ from v4graph.spec.load import load_spec
 from v4graph.spec.model import ModelSpec
 
 PROMPT = 1024
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written a second by a large copy on the device; the best of ten."""
-    source = torch.empty(1 << (30 if device.type == "cuda" else 24), device=device)
-    target, times = torch.empty_like(source), []
-    for _ in range(12):
-        synchronise(device)
-        begin = time.perf_counter()
-        target.copy_(source)
-        synchronise(device)
-        times.append(time.perf_counter() - begin)
-    return 2 * source.nbytes / min(times[2:])
 
 
 class Bench:

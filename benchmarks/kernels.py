@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import triton
+from bandwidth import copy_bandwidth
 from kernel_cases import GROUPS, Case
 from torch import Tensor
 
@@ -47,14 +48,6 @@ def graph_us(calls: list[Callable[[], object]], replays: int = 30) -> float:
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / len(calls))
     return statistics.median(times)
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written a second by a large copy on the device."""
-    source = torch.randn(1 << 29, device="cuda")
-    target = torch.empty_like(source)
-    us = graph_us([lambda: target.copy_(source)])
-    return 2 * source.nbytes / (us * 1e-6)
 
 
 def relative_difference(case: Case, args: tuple) -> float | None:
@@ -109,7 +102,7 @@ def main() -> None:
     if options.tune:
         os.environ["V4GRAPH_TUNE_KERNELS"] = "1"
     torch.manual_seed(0)
-    bandwidth = copy_bandwidth()
+    bandwidth = copy_bandwidth(torch.device("cuda"))
     found = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -15,8 +15,8 @@ from tests.kernels.test_quantised_kernels import (
     run_experts,
 )
 from tests.support.kernel_error import assert_as_exact, relative_error
-from v4graph.model.quant import decode_fp8
 from v4graph.ops.custom import quantised as ops
+from v4graph.ops.quantised import fp8_values
 from v4graph_kernels import load
 
 SCALES = ["e8m0", "f32"]
@@ -27,7 +27,7 @@ def test_fp8_linear_of_many_tokens(device: str, scale_format: str) -> None:
     """Sides that no tile divides."""
     x = torch.randn(277, 308).to(half(device))[:, :300]
     weight, scale = fp8_weight(200, 300, scale_format)
-    exact = x.double() @ decode_fp8(weight, scale).double().T
+    exact = x.double() @ fp8_values(weight, scale).double().T
     got = linear(device, x, weight, scale)
     assert_as_exact(got, ops.fp8_linear(x, weight, scale), exact)
 
@@ -40,7 +40,7 @@ def test_scales_in_the_weight_and_in_the_sum(device: str, scale_format: str, tok
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     x = torch.randn(tokens, 2, 260).to(dtype)
     weight, scale = fp8_weight(256, 260, scale_format)
-    values = decode_fp8(weight, scale).double().unflatten(0, (2, 128))
+    values = fp8_values(weight, scale).double().unflatten(0, (2, 128))
     exact = torch.einsum("mgi,goi->mgo", x.double(), values)
     out = torch.full((tokens, 2, 128), float("nan"), dtype=dtype, device=device)
     stored = scale.view(torch.uint8) if scale_format == "e8m0" else scale
@@ -52,7 +52,7 @@ def test_scales_in_the_weight_and_in_the_sum(device: str, scale_format: str, tok
 def test_grouped_fp8_linear_of_many_tokens(device: str) -> None:
     x = torch.randn(260, 2, 200).to(half(device))
     weight, scale = fp8_weight(512, 200, "e8m0")
-    values = decode_fp8(weight, scale).double().unflatten(0, (2, 256))
+    values = fp8_values(weight, scale).double().unflatten(0, (2, 256))
     exact = torch.einsum("mgi,goi->mgo", x.double(), values)
     got = linear(device, x, weight, scale, name="grouped_fp8_linear")
     assert_as_exact(got, ops.grouped_fp8_linear(x, weight, scale), exact)

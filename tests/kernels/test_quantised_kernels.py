@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.support.kernel_error import assert_as_exact, relative_error
-from v4graph.model.quant import decode_fp4, decode_fp8
 from v4graph.ops import quantised
 from v4graph.ops.custom import quantised as ops
+from v4graph.ops.quantised import fp4_values, fp8_values
 from v4graph_kernels import load
 
 SCALES = ["e8m0", "u8", "f32"]
@@ -43,8 +43,7 @@ def test_fp8_linear(device: str, scale_format: str, m: int, o: int, i: int) -> N
     """Sides that are no multiples of 128, one part and several."""
     x = torch.randn(m, i + 8)[:, :i]
     weight, scale = fp8_weight(o, i, scale_format)
-    assert torch.equal(quantised.fp8_values(weight, scale), decode_fp8(weight, scale))
-    exact = x.double() @ decode_fp8(weight, scale).double().T
+    exact = x.double() @ fp8_values(weight, scale).double().T
     expected = ops.fp8_linear(x, weight, scale)
     assert_as_exact(linear(device, x, weight, scale), expected, exact)
 
@@ -52,7 +51,7 @@ def test_fp8_linear(device: str, scale_format: str, m: int, o: int, i: int) -> N
 def test_fp8_linear_in_half_precision(device: str) -> None:
     x = torch.randn(5, 300).to(half(device))
     weight, scale = fp8_weight(72, 300, "f32")
-    exact = x.double() @ decode_fp8(weight, scale).double().T
+    exact = x.double() @ fp8_values(weight, scale).double().T
     expected = ops.fp8_linear(x, weight, scale)
     assert_as_exact(linear(device, x, weight, scale), expected, exact)
 
@@ -61,7 +60,7 @@ def test_fp8_linear_in_half_precision(device: str) -> None:
 def test_grouped_fp8_linear(device: str, groups: int) -> None:
     x = torch.randn(4, groups, 200)
     weight, scale = fp8_weight(128 * groups, 200, "e8m0")
-    values = decode_fp8(weight, scale).double().unflatten(0, (groups, 128))
+    values = fp8_values(weight, scale).double().unflatten(0, (groups, 128))
     exact = torch.einsum("mgi,goi->mgo", x.double(), values)
     got = linear(device, x, weight, scale, name="grouped_fp8_linear")
     assert_as_exact(got, ops.grouped_fp8_linear(x, weight, scale), exact)
@@ -95,11 +94,11 @@ def exact_experts(args: list[Tensor], clamp: float | None) -> Tensor:
         for k, e in enumerate(chosen[t].tolist()):
             if e < 0:
                 continue
-            gate, up = (decode_fp4(w13[e], s13[e]).double() @ x[t].double()).chunk(2)
+            gate, up = (fp4_values(w13[e], s13[e]).double() @ x[t].double()).chunk(2)
             if clamp is not None:
                 gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
             h = (gate * gate.sigmoid() * up * weights[t, k]).to(x.dtype).double()
-            out[t] += decode_fp4(w2[e], s2[e]).double() @ h
+            out[t] += fp4_values(w2[e], s2[e]).double() @ h
     return out
 
 
@@ -152,7 +151,7 @@ def test_every_code_has_its_value(device: str, dtype: torch.dtype) -> None:
         w2[0, n, n // 2] = 2 << (4 * (n % 2))
     s2.fill_(127)
     got = run_experts(device, args, None)[0, :16]
-    table = torch.tensor(quantised.E2M1)
+    table = torch.tensor(quantised.FP4_VALUES)
     assert relative_error(got, table * table.sigmoid()) < torch.finfo(dtype).eps
 
 

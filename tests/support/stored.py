@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from v4graph.model.projections import StoredParam
-from v4graph.model.quant import FP4_GROUP, FP4_VALUES, FP8_BLOCK, Fp4, Fp8Block
+from v4graph.model.quant import Fp4, Fp8Block
+from v4graph.ops.quantised import FP4_GROUP, FP4_VALUES, FP8_BLOCK
 from v4graph.ops.rows import power_of_two_exponent
 
 LINEARS = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3", "e_proj", "h_proj")

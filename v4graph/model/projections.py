@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from v4graph.model.quant import FP8_BLOCK, Fp4, Fp8Block
+from v4graph.model.quant import Fp4, Fp8Block
 from v4graph.ops.custom import quantised
 from v4graph.ops.moe import moe_experts
+from v4graph.ops.quantised import FP8_BLOCK
 
 Tensors = dict[str, Tensor]
 StoredParam = Tensor | Fp8Block | Fp4

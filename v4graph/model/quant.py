@@ -18,10 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FP8_BLOCK = 128
-FP4_GROUP = 32
-FP4_VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
-"""The value of each e2m1 code; bit 3 is the sign."""
+from v4graph.ops.quantised import FP4_GROUP, FP8_BLOCK, fp4_values, fp8_values, scale_values
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Fp8Block:
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, `[..., o, i]`."""
-        return decode_fp8(self.weight, self.scale).to(dtype)
+        return fp8_values(self.weight, self.scale).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class Fp4:
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, `[..., o, i]`."""
-        return decode_fp4(self.packed, self.scale).to(dtype)
+        return fp4_values(self.packed, self.scale).to(dtype)
 
 
 def scale_shape_fp8(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -77,37 +74,8 @@ def stored_scale(scale: Tensor) -> Tensor:
     return scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale
 
 
-def decode_scale(scale: Tensor) -> Tensor:
-    """Scales as float32: e8m0 bytes are exponents (byte 120 is 2^-7, 255 is NaN).
-
-    Some files store e8m0 as U8; those bytes mean the same.
-    """
-    return stored_scale(scale).to(torch.float32)
-
-
-def decode_fp8(weight: Tensor, scale: Tensor) -> Tensor:
-    """Values of an FP8 weight (see `Fp8Block`), float32.
-
-    The codes 0x7F and 0xFF are NaN and stay it; e4m3 has no infinity.
-    """
-    rows, columns = weight.shape[-2:]
-    factors = decode_scale(scale).repeat_interleave(FP8_BLOCK, -1)[..., :columns]
-    factors = factors.repeat_interleave(FP8_BLOCK, -2)[..., :rows, :]
-    return weight.to(torch.float32).mul_(factors)
-
-
-def decode_fp4(packed: Tensor, scale: Tensor) -> Tensor:
-    """Values of an FP4 weight (see `Fp4`), float32; its bytes may also be int8, as in the files."""
-    values = torch.tensor(FP4_VALUES, dtype=torch.float32, device=packed.device)
-    # One look-up a byte: row b holds the values of its low and its high nibble.
-    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)
-    out = pairs[packed.view(torch.uint8).to(torch.int32)]
-    out = out.view(*scale.shape, FP4_GROUP).mul_(decode_scale(scale)[..., None])
-    return out.flatten(-2)
-
-
 def count_nan(tensor: Tensor) -> int:
     """NaN codes of an e4m3 weight, or scales of any dtype that are NaN or infinite."""
     if tensor.dtype is torch.float8_e4m3fn:
         return int(((tensor.view(torch.uint8) & 0x7F) == 0x7F).sum())
-    return int((~decode_scale(tensor).isfinite()).sum())
+    return int((~scale_values(tensor).isfinite()).sum())

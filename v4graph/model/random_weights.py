@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from v4graph.model.checkpoint import StoredAs
-from v4graph.model.quant import FP4_VALUES
+from v4graph.ops.quantised import FP4_VALUES
 from v4graph.plan.weights import TensorEntry, inventory
 from v4graph.spec.model import ModelSpec
 

@@ -15,30 +15,39 @@ from torch import Tensor
 from v4graph.ops.norm import swiglu
 
 FP8_BLOCK = 128
+"""Rows and inputs that share a scale in FP8."""
 FP4_GROUP = 32
-E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
+"""Inputs that share a scale in FP4."""
+FP4_VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
+"""The value of each e2m1 code; bit 3 is the sign (OCP Microscaling Formats 1.0, section 5.3.3)."""
 
 
 def scale_values(scale: Tensor) -> Tensor:
-    """Scales of either format as float32."""
+    """Scales as float32; e8m0 byte 120 is 2^-7, 255 is NaN (the same, section 5.4.1)."""
     if scale.dtype is torch.uint8:
         scale = scale.view(torch.float8_e8m0fnu)
     return scale.to(torch.float32)
 
 
 def fp8_values(weight: Tensor, scale: Tensor) -> Tensor:
-    """float32 values of `weight [o, i]` e4m3 with `scale [ceil(o / 128), ceil(i / 128)]`."""
-    o, i = weight.shape
-    factors = scale_values(scale).repeat_interleave(FP8_BLOCK, 0)[:o]
-    return weight.to(torch.float32) * factors.repeat_interleave(FP8_BLOCK, 1)[:, :i]
+    """float32 values of `weight [..., o, i]` e4m3, `scale [..., ceil(o / 128), ceil(i / 128)]`.
+
+    The codes 0x7F and 0xFF are NaN and stay it; e4m3 has no infinity.
+    """
+    rows, columns = weight.shape[-2:]
+    factors = scale_values(scale).repeat_interleave(FP8_BLOCK, -1)[..., :columns]
+    factors = factors.repeat_interleave(FP8_BLOCK, -2)[..., :rows, :]
+    return weight.to(torch.float32).mul_(factors)
 
 
 def fp4_values(packed: Tensor, scale: Tensor) -> Tensor:
-    """float32 values `[..., i]` of `packed [..., i / 2]`, low nibble first, and their scales."""
-    table = torch.tensor(E2M1, dtype=torch.float32, device=packed.device)
-    byte = packed.view(torch.uint8).to(torch.int64)
-    pairs = torch.stack((table[byte & 15], table[byte >> 4]), dim=-1).flatten(-2)
-    return pairs * scale_values(scale).repeat_interleave(FP4_GROUP, -1)
+    """Values `[..., i]` of `packed [..., i / 2]`, low nibble first, `scale [..., i / 32]`."""
+    values = torch.tensor(FP4_VALUES, dtype=torch.float32, device=packed.device)
+    # One look-up a byte: row b holds the values of its low and its high nibble.
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)
+    out = pairs[packed.view(torch.uint8).to(torch.int32)]
+    out = out.view(*scale.shape, FP4_GROUP).mul_(scale_values(scale)[..., None])
+    return out.flatten(-2)
 
 
 def grouped_fp8_linear(x_MGK: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
