@@ -188,6 +188,34 @@ def test_stamps_go_with_any_file(tmp_path: Path, opened: Callable[[Path], Compil
     assert not (tmp_path / "set.compiled").exists()
 
 
+def test_a_fault_like_damage_is_tried_again_in_an_empty_cache(
+    tmp_path: Path,
+    opened: Callable[[Path], CompileCache],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("torch._inductor.utils.clear_caches", lambda: None)
+    cache = opened(tmp_path)
+    cache.acquire()
+    (tmp_path / "a.so").write_bytes(b"a")
+    cache.record()
+    places: list[Path] = []
+
+    def build() -> str:
+        places.append(cache.directory)
+        if len(places) == 1:
+            raise OSError("a.so: invalid ELF header")
+        return "built"
+
+    assert cache.compile(build) == "built"
+    assert places[0] == tmp_path
+    assert list(places[1].iterdir()) == []
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(places[1])
+    assert "invalid ELF header; trying once more" in caplog.text
+    assert not (tmp_path / MANIFEST).exists()
+
+
+@pytest.mark.slow
 def test_damage_that_the_manifest_lists_is_compiled_in_an_empty_cache(
     copy: Path, cold: tuple[Path, str]
 ) -> None:
