@@ -90,7 +90,7 @@ class Bench:
         )
         begin = time.perf_counter()
 
-        def progress(stage: str, done: int, total: int) -> None:
+        def progress(stage: str, done: int, total: int, what: str = "", /) -> None:
             print(f"[{time.monotonic() - self.begin:6.1f}] {stage} {done}/{total}", flush=True)
 
         engine = LLMEngine.from_params(self.spec, dict(self.params), config, progress)

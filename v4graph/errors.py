@@ -23,6 +23,14 @@ class ProgramError(V4GraphError):
     """A step program broke its contract (stale stamp, moved buffer, recompilation)."""
 
 
+class CacheError(V4GraphError):
+    """The directory of compiled programs cannot be written: read-only, or the disk is full."""
+
+
+class ServeError(V4GraphError):
+    """The server cannot listen where it was told to."""
+
+
 class RequestError(V4GraphError):
     """A request cannot be served as asked; `field` names the offending request field."""
 

@@ -288,7 +288,11 @@ def _compiled(name: str, spec: ModelSpec, plan: Plan, dtype: Dtype) -> tuple[Pro
     console = Console(stderr=True)
     if console.is_terminal:
         with console.status("compiling") as status:
-            programs.warm_up(lambda stage, done, total: status.update(f"{stage} {done}/{total}"))
+            programs.warm_up(
+                lambda stage, done, total, what="", /: status.update(
+                    f"{stage} {what} {done}/{total}"
+                )
+            )
     else:
         programs.warm_up()
     return programs, "checkpoint" if directory.is_dir() else "random"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from v4graph.cli.options import DeviceOption, SpecArgument, num_bytes, progress_bar
+from v4graph.cli.options import DeviceOption, SpecArgument, num_bytes
+from v4graph.cli.progress import show_progress
 from v4graph.errors import PlanError
 
 
@@ -60,7 +62,7 @@ def make_random(
     for missing in config.missing:
         typer.echo(f"note: no config.json: it has no key for {missing}", err=True)
     values = None if config.missing else config.values
-    with progress_bar(quiet=False) as show:
+    with show_progress(quiet=not sys.stderr.isatty()) as show:
         write_checkpoint(output, shards, weights.tensor, values, show)
     typer.echo("note: no tokenizer files: run it with --prompt-ids", err=True)
     if layers is not None and values is not None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from v4graph.cli.progress import Progress, show_progress
 
 if TYPE_CHECKING:
     from v4graph.engine.engine import LLMEngine
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 Dtype = Literal["float32", "bfloat16"]
 Kernels = Literal["auto", "reference", "operators"]
 WeightFormat = Literal["auto", "decoded", "stored"]
-Progress = Callable[[str, int, int], None]
 
 SpecArgument = Annotated[
     str, typer.Argument(metavar="SPEC", help="Name of a shipped spec, or path of a YAML file.")
@@ -123,15 +122,20 @@ class StageTimes:
 
 
 def build_engine(
-    spec_name: str, weights: Path | None, config: dict[str, Any], quiet: bool = False
+    spec_name: str,
+    weights: Path | None,
+    config: dict[str, Any],
+    quiet: bool = False,
+    watch: Progress | None = None,
 ) -> tuple[LLMEngine, StageTimes]:
-    """Load a spec and start its engine, with a progress bar on a terminal's stderr.
+    """Load a spec and start its engine, and tell how far it is on stderr.
 
     Args:
         spec_name: name of a shipped spec, or a path.
         weights: checkpoint directory, or None for the one beside the spec file.
         config: fields of `EngineConfig`.
-        quiet: show no progress.
+        quiet: show no bar, and lines only of a slow start.
+        watch: told the progress too.
     """
     from v4graph.spec.load import load_spec
 
@@ -141,11 +145,13 @@ def build_engine(
     from v4graph.engine.engine import EngineConfig, LLMEngine
 
     times = StageTimes()
-    with progress_bar(quiet) as show:
+    with show_progress(quiet) as show:
 
-        def progress(stage: str, done: int, total: int) -> None:
+        def progress(stage: str, done: int, total: int, what: str = "", /) -> None:
             times.note(stage)
-            show(stage, done, total)
+            show(stage, done, total, what)
+            if watch is not None:
+                watch(stage, done, total, what)
 
         engine = LLMEngine.from_spec(spec, directory, EngineConfig(**config), progress)
     return engine, times
@@ -174,29 +180,3 @@ def weights_directory(spec_name: str, weights: Path | None) -> Path:
             "safetensors and tokenizer.json with --weights"
         )
     return directory
-
-
-@contextmanager
-def progress_bar(quiet: bool) -> Iterator[Progress]:
-    """A function that shows (stage, done, total) as a bar, on a terminal's stderr only."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description:<10}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    hidden = quiet or not console.is_terminal
-    with Bar(*columns, console=console, transient=True, disable=hidden) as bar:
-        tasks: dict[str, Any] = {}
-
-        def show(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
-            bar.update(tasks[stage], completed=done, total=total)
-
-        yield show

@@ -25,6 +25,7 @@ from v4graph.cli.options import (
     build_engine,
     load_tokenizer,
     num_bytes,
+    weights_directory,
 )
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
@@ -55,9 +56,8 @@ def serve(
     kv_memory: KvMemoryOption = None,
 ) -> None:
     """Serve a model until interrupted; says when it is ready."""
-    from v4graph.engine.async_engine import AsyncEngine
-    from v4graph.server.app import create_app
-    from v4graph.server.run import run_server
+    from v4graph.server.starting import Starting, listen
+    from v4graph.spec.load import load_spec
 
     config = {
         "max_model_len": max_model_len,
@@ -74,10 +74,26 @@ def serve(
         "prefix_cache": prefix_cache,
         "kv_memory_bytes": num_bytes("--kv-memory", kv_memory) or None,
     }
-    engine, stages = build_engine(spec, weights, config)
-    for stage, seconds in stages.seconds.items():
-        typer.echo(f"{stage}: {seconds:.1f} s", err=True)
-    tokenizer = load_tokenizer(spec, weights, engine.spec.bos_token_id)
-    name = served_model_name or engine.spec.name
-    app = create_app(AsyncEngine(engine), tokenizer, name)
-    run_server(app, name, host, port, log_level, grace)
+    # Faults of the command are told before anyone is told to wait.
+    load_spec(spec)
+    weights_directory(spec, weights)
+    sockets = listen(host, port)
+    starting = Starting(sockets)
+    try:
+        shown = f"[{host}]" if ":" in host else host
+        bound = sockets[0].getsockname()[1]
+        typer.echo(f"listening at http://{shown}:{bound}; 503 until the model is ready", err=True)
+        engine, stages = build_engine(spec, weights, config, watch=starting.progress)
+        for stage, seconds in stages.seconds.items():
+            typer.echo(f"{stage}: {seconds:.1f} s", err=True)
+        tokenizer = load_tokenizer(spec, weights, engine.spec.bos_token_id)
+        name = served_model_name or engine.spec.name
+
+        from v4graph.engine.async_engine import AsyncEngine
+        from v4graph.server.app import create_app
+        from v4graph.server.run import run_server
+
+        app = create_app(AsyncEngine(engine), tokenizer, name)
+    finally:
+        starting.stop()
+    run_server(app, name, sockets, log_level, grace)

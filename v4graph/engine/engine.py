@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,12 +30,10 @@ from v4graph.model.projections import StoredParam, tensors_of
 from v4graph.plan.budget import fit
 from v4graph.plan.lower import lower
 from v4graph.plan.types import Mode, Plan
-from v4graph.program.build import ProgramSet, build_state
+from v4graph.program.build import ProgramSet, Progress, build_state
 from v4graph.program.compiler import Compiler
 from v4graph.program.warm_up import warm_up
 from v4graph.spec.model import ModelSpec
-
-Progress = Callable[[str, int, int], None]
 
 
 class LLMEngine:
@@ -109,7 +107,8 @@ class LLMEngine:
         """Load the checkpoint directory `weights` and build an engine.
 
         Args:
-            progress: called with (stage, done, total) while loading and compiling.
+            progress: called with (stage, done, total) while loading, and while compiling with the
+                next program too.
 
         Raises:
             WeightsError, PlanError: the checkpoint or the limits do not fit the spec.

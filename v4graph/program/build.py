@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from v4graph.model.projections import FLOAT32, StoredParam, decode_others, flatt
 from v4graph.model.rope import inverse_frequencies
 from v4graph.model.sublayers import AttentionSublayer, FfnSublayer
 from v4graph.plan.types import Bucket, LayerPlan, Mode, Plan
+from v4graph.program.compile_cache import user_fault
 from v4graph.program.compiler import Compiler
 from v4graph.program.drafting import make_stage
 from v4graph.program.stage import ModelState, Stage, Tensors, pool_poison
@@ -20,7 +22,12 @@ from v4graph.program.table import RequestTable
 from v4graph.spec.model import ModelSpec
 
 E4M3 = torch.float8_e4m3fn
-Progress = Callable[[str, int, int], None]
+
+
+class Progress(Protocol):
+    """Takes a stage, how much of it is done, of how much, and what comes next."""
+
+    def __call__(self, stage: str, done: int, total: int, what: str = "", /) -> None: ...
 
 
 def build_state(
@@ -159,17 +166,28 @@ class ProgramSet:
         """Compile all programs, then refuse further compilations.
 
         Args:
-            progress: called with ("compile", done, total).
+            progress: called with ("compile", done, total, the next program).
             before: called with each program's key before it is compiled.
             order: the order to compile in; `order()` if left out.
+
+        Raises:
+            CacheError: the directory of compiled programs cannot be written.
         """
         todo = list(order or self.order())
         for i, key in enumerate(todo):
             if progress is not None:
-                progress("compile", i, len(todo))
+                mode, bucket = key
+                what = f"{mode.value} of {bucket.num_tokens} tokens, {bucket.num_reqs} requests"
+                progress("compile", i, len(todo), what)
             if before is not None:
                 before(key)
-            self.programs[key].warm_up()
+            try:
+                self.programs[key].warm_up()
+            except RuntimeError as fault:  # Dynamo wraps what a compilation raises
+                if (own := user_fault(fault)) is not None:
+                    raise own from fault
+                raise
+            self.compiler.keep()
         if progress is not None:
             progress("compile", len(todo), len(todo))
         self.compiler.seal()

@@ -6,32 +6,22 @@ can be seen, not a guard that quietly grows.
 
 from __future__ import annotations
 
-import os
 import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from v4graph.errors import ProgramError
+from v4graph.program.compile_cache import CompileCache, compile_cache
 
 # A step's small loops cost less than waking a second thread for them (measured on 2 cores: 20
 # Sinkhorn iterations over 128 tokens take 16.7 ms with the default of 512 and 0.34 ms with this).
 _INDUCTOR: dict[str, Any] = {"cpp.min_chunk_size": 16384}
 # One token leaves little to vectorise; scalar loops compile in three quarters of the time.
 _INDUCTOR_ONE_TOKEN: dict[str, Any] = {**_INDUCTOR, "cpp.simdlen": 1}
-
-
-def cache_directory() -> Path:
-    """Where compiled regions are kept between runs; TORCHINDUCTOR_CACHE_DIR chooses another."""
-    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    directory = Path(chosen) if chosen else Path.home() / ".cache" / "v4graph" / "inductor"
-    directory.mkdir(parents=True, exist_ok=True)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)
-    return directory
 
 
 @dataclass
@@ -62,12 +52,13 @@ class Compiler:
     sealed: bool = False
     calls: list[Call] | None = None
     """While a list, every run of a compiled region is appended to it."""
+    _cache: CompileCache | None = None
 
     def region(self, name: str, fn: Callable[..., Any], num_tokens: int) -> Callable[..., Any]:
         """`fn` as a region called `name` for `num_tokens` tokens: full graph, static shapes."""
         if not self.enabled:
             return fn
-        cache_directory()
+        cache = self._use_cache()
         config = _INDUCTOR_ONE_TOKEN if num_tokens == 1 else _INDUCTOR
         stats = self.stats.setdefault(name, RegionStats())
 
@@ -77,7 +68,7 @@ class Compiler:
             from torch._inductor.compile_fx import compile_fx
 
             begin = time.perf_counter()
-            compiled: Any = compile_fx(gm, inputs, config_patches=config)
+            compiled: Any = cache.compile(lambda: compile_fx(gm, inputs, config_patches=config))
             stats.compilations += 1
             stats.num_ops = sum(n.op.startswith("call") for n in gm.graph.nodes)
             stats.seconds += time.perf_counter() - begin
@@ -92,9 +83,23 @@ class Compiler:
 
         return torch.compile(_own_code(fn), fullgraph=True, dynamic=False, backend=backend)
 
+    def keep(self) -> None:
+        """List what was compiled so far in the cache, where a later start finds it."""
+        if self._cache is not None:
+            self._cache.record()
+
     def seal(self) -> None:
         """End of warm-up: from here on every program must already exist."""
         self.sealed = True
+        if self._cache is not None:
+            self._cache.release()
+            self._cache = None
+
+    def _use_cache(self) -> CompileCache:
+        if self._cache is None:
+            self._cache = compile_cache()
+            self._cache.acquire()
+        return self._cache
 
     @property
     def recompilations(self) -> int:

@@ -20,7 +20,8 @@ import torch
 from v4graph.model.params import logical_entries, stack_experts
 from v4graph.plan.types import Bucket, Mode, Plan
 from v4graph.program.build import ProgramSet, build_state
-from v4graph.program.compiler import Compiler, cache_directory
+from v4graph.program.compile_cache import STAMP_SUFFIX, compile_cache
+from v4graph.program.compiler import Compiler
 from v4graph.spec.model import ModelSpec
 
 Keys = tuple[tuple[Mode, Bucket], ...]
@@ -39,7 +40,8 @@ class Job:
         """The file that says the cache holds these programs."""
         parts = (self.spec.model_dump_json(), self.plan, self.keys, self.num_threads)
         text = repr((parts, torch.__version__, sys.version, _source_state()))
-        return cache_directory() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.compiled"
+        name = hashlib.sha256(text.encode()).hexdigest()[:32]
+        return compile_cache().directory / f"{name}{STAMP_SUFFIX}"
 
 
 def _source_state() -> str:

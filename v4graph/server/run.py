@@ -25,17 +25,15 @@ class _Server(uvicorn.Server):
 
 
 def run_server(
-    app: FastAPI, model_name: str, host: str, port: int, log_level: str, grace: int
+    app: FastAPI, model_name: str, sockets: list[socket.socket], log_level: str, grace: int
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then give open requests `grace` seconds.
+    """Serve on listening sockets until SIGINT or SIGTERM, then give open requests `grace` seconds.
 
     Raises:
-        SystemExit: the address cannot be used, or start-up failed.
+        SystemExit: start-up failed.
     """
-    config = uvicorn.Config(
-        app, host=host, port=port, log_level=log_level, timeout_graceful_shutdown=grace
-    )
+    config = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=grace)
     server = _Server(config, model_name)
-    server.run()
+    server.run(sockets)
     if not server.started:
         raise SystemExit(3)
