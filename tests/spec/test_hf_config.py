@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from v4graph.errors import SpecError
 from v4graph.spec.hf_config import ImportedSpec, import_config
 from v4graph.spec.hf_yaml import to_yaml
-from v4graph.spec.load import load_spec
+from v4graph.spec.load import load_spec, load_spec_text
 from v4graph.spec.model import MtpSpeculation
 from v4graph.spec.safetensors_header import StoredCheckpoint, StoredTensor
 
@@ -257,6 +258,28 @@ def test_both_layer_lists_must_agree() -> None:
     for wrong in (2, "3"):
         assert "num_hash_layers" in faults({**TRANSFORMERS_FLASH, "num_hash_layers": wrong})
     assert import_config({**TRANSFORMERS_FLASH, "num_hash_layers": 3}, "x")
+
+
+@pytest.mark.parametrize("count", range(1, 7))
+def test_every_subset_and_order_of_layer_kinds(count: int) -> None:
+    """What an entry inherits, its kind knows: each text loads, whatever its first layer is."""
+    names = TRANSFORMERS_FLASH["compress_rates"].keys() | {"sliding_attention"}
+    # Which kinds there are and which is first decide the entries; the rest is the layers' list.
+    orders = {
+        (first, *rest, *[first] * (count - 1 - len(rest)))
+        for first in names
+        for size in range(min(count, 3))
+        for rest in permutations(sorted(names - {first}), size)
+    }
+    for kinds in sorted(orders):
+        config = {
+            **TRANSFORMERS_FLASH,
+            "num_hidden_layers": count,
+            "layer_types": list(kinds),
+            "mlp_layer_types": ["moe"] * count,
+        }
+        spec = load_spec_text(to_yaml(import_config(config, "x"), "a test"))
+        assert tuple(spec.attention[a].kind for a, _ in spec.layer_kinds) == kinds
 
 
 def test_layer_types_of_wrong_length() -> None:

@@ -258,10 +258,14 @@ def _attention(fields: Fields, head_dim: int, used: set[str]) -> dict[str, Any]:
             },
         ),
     }
+    # The first entry lends its keys to the others, so `csa` comes first only if it is alone: its
+    # `indexer` is unknown to the other kinds.
+    order = ("swa", "csa", "hca") if "swa" in used else ("hca", "csa")
     out: dict[str, Any] = {}
-    for name, (kind, own) in kinds.items():
+    for name in order:
         if name not in used:
             continue
+        kind, own = kinds[name]
         first = next(iter(out), None)
         start = {"kind": kind, **base} if first is None else {"like": first, "kind": kind}
         out[name] = {**start, **own}
