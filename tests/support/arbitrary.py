@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
+from tests.support.hf import load
 from tests.support.runner import Runner, relative_error, top2_gap
 from v4graph.cli.import_checkpoint import import_checkpoint
 from v4graph.model.loader import load_params
@@ -92,9 +95,23 @@ class Imported:
     params: dict[str, Tensor]
 
     @classmethod
-    def of(cls, values: dict[str, Any], directory: Path, seed: int = 0) -> Imported:
-        """Write a random checkpoint, import and load it."""
+    def of(
+        cls,
+        values: dict[str, Any],
+        directory: Path,
+        seed: int = 0,
+        left_out: Collection[str] = (),
+    ) -> Imported:
+        """Write a random checkpoint, import and load it.
+
+        `left_out` are keys that config.json does not have: transformers then reads it again.
+        """
         oracle = write(values, directory, seed)
+        if left_out:
+            path = directory / "config.json"
+            config = json.loads(path.read_text())
+            path.write_text(json.dumps({k: v for k, v in config.items() if k not in left_out}))
+            oracle = load(directory)
         spec = load_spec_text(import_checkpoint(directory, "tiny")[0])
         return cls(oracle, spec, load_params(spec, directory, torch.float32))
 

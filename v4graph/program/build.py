@@ -12,6 +12,7 @@ from v4graph.model.projections import FLOAT32, StoredParam, decode_others, flatt
 from v4graph.model.rope import inverse_frequencies
 from v4graph.model.sublayers import AttentionSublayer, FfnSublayer
 from v4graph.plan.types import Bucket, LayerPlan, Mode, Plan
+from v4graph.plan.weights import head_tensor
 from v4graph.program.compiler import Compiler
 from v4graph.program.drafting import make_stage
 from v4graph.program.stage import ModelState, Stage, Tensors, pool_poison
@@ -45,6 +46,8 @@ def build_state(
     dtype = _dtype(plan)
     own = {k: v for k, v in params.items() if not k.startswith(("layers.", "mtp."))}
     top = {k: _place(k, v, device) for k, v in flatten(decode_others(own, dtype), dtype).items()}
+    # One tensor under two names where they are tied; regions ask for `head.weight`.
+    top["head.weight"] = top[head_tensor(spec)]
     names = {name for name, _ in (*plan.rope_dims, *plan.draft_rope_dims)}
     freqs = {name: inverse_frequencies(spec.rope[name]).to(device) for name in sorted(names)}
     table = RequestTable(plan, spec.vocab_size, device)

@@ -82,6 +82,10 @@ def official_config(spec: ModelSpec) -> OfficialConfig:
         "num_nextn_predict_layers": _claimed(drafts),
         "max_position_embeddings": spec.max_position_embeddings,
         "rms_norm_eps": spec.norm_eps,
+        # Null is written too: absent keys have defaults.
+        "bos_token_id": spec.bos_token_id,
+        "eos_token_id": spec.eos_token_id,
+        "tie_word_embeddings": spec.tie_word_embeddings,
         "initializer_range": 0.02,
         "use_cache": True,
         **_attention(attention, faults),
@@ -92,9 +96,6 @@ def official_config(spec: ModelSpec) -> OfficialConfig:
         **_residual(spec, faults),
         **_weights(spec),
     }
-    for key in ("bos_token_id", "eos_token_id"):
-        if getattr(spec, key) is not None:
-            values[key] = getattr(spec, key)
     if any(isinstance(spec.ffn[m.ffn], HashMoe | DenseFfn) for m in drafts):
         faults.found.append("the draft layer's ffn is not of kind moe")
     for mode in drafts:
