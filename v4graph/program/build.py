@@ -19,6 +19,7 @@ from v4graph.program.stage import ModelState, Stage, Tensors, pool_poison
 from v4graph.program.step import StepProgram
 from v4graph.program.table import RequestTable
 from v4graph.spec.model import ModelSpec
+from v4graph.words import counted
 
 E4M3 = torch.float8_e4m3fn
 Progress = Callable[[str, int, int], None]
@@ -187,5 +188,6 @@ class ProgramSet:
             if bucket.num_tokens >= num_tokens and bucket.num_reqs >= num_reqs:
                 return self.programs[mode, bucket]
         raise ProgramError(
-            f"no {mode.value} program holds {num_tokens} tokens in {num_reqs} requests"
+            f"no {mode.value} program holds {counted(num_tokens, 'token')} in "
+            f"{counted(num_reqs, 'request')}"
         )

@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from v4graph.spec.hf_fields import Fields
+from v4graph.words import counted
 
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 _ATTENTION = {"sliding_attention": "swa", CSA: "csa", HCA: "hca"}
@@ -75,7 +76,7 @@ def layer_plan(fields: Fields, notes: list[str]) -> LayerList:
         if not fields.has("num_hash_layers"):
             notes.append(
                 "config.json has no mlp_layer_types and no num_hash_layers: transformers' default, "
-                f"the first {HASH_LAYERS} are hash layers"
+                f"the first {HASH_LAYERS} have hash routing"
             )
         count = fields.integer("num_hash_layers", least=0, default=HASH_LAYERS)
         ffn = _first_hash(count, layers)
@@ -145,8 +146,8 @@ def _ratios(fields: Fields, layers: int) -> tuple[int, ...]:
     if len(ratios) < layers:
         fields.fail(
             "compress_ratios",
-            f"{layers} entries (num_hidden_layers), and one more for each draft layer; "
-            f"found {len(ratios)}",
+            f"{counted(layers, 'entry', 'entries')} (num_hidden_layers), and one more for each "
+            f"draft layer; found {len(ratios)}",
         )
         return ()
     return tuple(ratios)
@@ -165,7 +166,7 @@ def _default_pattern(layers: int) -> tuple[str, ...]:
 def _names(fields: Fields, key: str, names: dict[str, str], layers: int) -> tuple[str, ...]:
     values = fields.any(key)
     if not isinstance(values, list) or len(values) != layers:
-        fields.fail(key, f"a list of {layers} entries (num_hidden_layers)")
+        fields.fail(key, f"a list of {counted(layers, 'entry', 'entries')} (num_hidden_layers)")
         return (next(iter(names.values())),) * layers
     values = [str(value) for value in values]
     unknown = sorted({value for value in values if value not in names})
