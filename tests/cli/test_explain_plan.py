@@ -19,6 +19,7 @@ from v4graph.plan.buffers import buffers
 from v4graph.plan.lower import lower
 from v4graph.plan.types import Limits
 from v4graph.spec.load import load_spec
+from v4graph.words import counted
 
 runner = CliRunner()
 ONE_LAYER = Tiny(kinds=("swa",), window=8, hash_layers=0, hidden=32, max_len=64, residual="plain")
@@ -100,7 +101,8 @@ def test_modes_list_every_buffer() -> None:
     lines = output.splitlines()
     for mode in plan.modes:
         for bucket in mode.buckets:
-            title = f"{mode.mode.value}: {bucket.num_tokens} tokens, {bucket.num_reqs} requests"
+            tokens = counted(bucket.num_tokens, "token")
+            title = f"{mode.mode.value}: {tokens}, {counted(bucket.num_reqs, 'request')}"
             start = next(i for i, line in enumerate(lines) if title in line) + 4
             for i, b in enumerate(buffers(plan, mode.mode, bucket)):
                 cells = [cell.strip() for cell in lines[start + i].strip("│").split("│")]

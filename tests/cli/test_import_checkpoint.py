@@ -122,7 +122,7 @@ def test_tensors_that_differ_are_listed(checkpoint: Path, change: Any, message: 
 def test_f32_beside_bf16_is_a_note(checkpoint: Path) -> None:
     rewrite(checkpoint, lambda t: t.update({"norm.weight": ("F32", (64,))}))
     _, notes = import_checkpoint(checkpoint)
-    assert any(note.startswith("1 tensors are stored in F32") for note in notes)
+    assert any(note.startswith("1 tensor is stored in F32") for note in notes)
 
 
 def test_missing_shards_are_told(checkpoint: Path) -> None:

@@ -148,7 +148,7 @@ def test_faults_of_headers_are_told_together(tmp_path: Path) -> None:
     with pytest.raises(WeightsError) as caught:
         load_quantised(spec, tmp_path, torch.float32)
     for fault in (
-        "4 tensor(s) differ",
+        "4 tensors differ",
         "missing head.weight",
         f"{QUERY}.weight: scale of dtype BF16, expected one of F8_E8M0, F32, U8",
         f"{EXPERT}.weight: scale of shape (32, 1), expected (32, 5)",

@@ -19,6 +19,7 @@ from v4graph.model.checkpoint import Checkpoint
 from v4graph.model.loader import load_params
 from v4graph.model.params import random_params, unstack_experts
 from v4graph.spec.safetensors_header import INDEX_FILE
+from v4graph.words import counted
 
 SPEC = Tiny(kinds=("csa", "hca"), hidden=32, experts=4, vocab=40).spec()
 PARAMS = random_params(SPEC, seed=5)
@@ -194,7 +195,7 @@ def test_all_faults_at_once(tmp_path: Path) -> None:
     with pytest.raises(WeightsError) as caught:
         load(write(tmp_path, [tensors]))
     gone = len(STORED) - len(tensors) + 1
-    assert f"{gone + 1} tensor(s) differ" in str(caught.value)
+    assert f"{counted(gone + 1, 'tensor differs', 'tensors differ')}:" in str(caught.value)
     assert f"and {gone + 1 - 20} more" in str(caught.value)
 
 

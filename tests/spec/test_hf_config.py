@@ -173,7 +173,7 @@ def test_yaml_is_tidy_and_says_where_values_come_from() -> None:
     [
         ("attention_bias", True, "expected false"),
         ("mlp_bias", True, "expected false"),
-        ("tie_word_embeddings", True, "expected false"),
+        ("tie_word_embeddings", 1, "expected false or true"),
         ("hidden_act", "gelu", 'expected "silu"'),
         ("num_key_value_heads", 8, "expected 1"),
         ("n_shared_experts", 2, "expected 0 or 1"),
@@ -226,11 +226,6 @@ def test_another_architecture_is_one_clear_fault(model_type: str | None) -> None
 def test_all_faults_are_reported_at_once() -> None:
     message = faults({**FLASH, "attention_bias": True, "hc_mult": 0, "mystery": 1})
     assert len(message.splitlines()) == 3
-
-
-def test_absent_key_is_named() -> None:
-    config = {k: v for k, v in FLASH.items() if k != "q_lora_rank"}
-    assert "q_lora_rank: absent; expected an integer" in faults(config)
 
 
 def test_a_key_can_be_vouched_for() -> None:

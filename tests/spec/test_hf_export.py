@@ -82,12 +82,6 @@ CANNOT: dict[str, tuple[ModelSpec, str]] = {
         "YaRN in window-only layers",
     ),
     "rope dim": (changed("rope", "main", "dim", to=8), "rope dim differs"),
-    "ratio": (Tiny(csa_ratio=8, hca_ratio=8).spec(), "ratio 8 stands for both"),
-    "late hash": (
-        changed("layers", to=[{"attention": k, "ffn": f} for k, f in (
-            ("csa", "routed"), ("hca", "hash"), ("swa", "routed"))]),
-        "hash_moe layers that are not the first",
-    ),
     "mask": (changed("speculative", "mtp", "mask_position_zero", to=True), "mask_position_zero"),
 }  # fmt: skip
 
@@ -98,6 +92,27 @@ def test_what_has_no_key_is_told(case: str) -> None:
     missing = official_config(spec).missing
     assert len(missing) == 1
     assert message in missing[0]
+
+
+def test_one_ratio_for_both_kinds_is_told_in_layer_types() -> None:
+    config = official_config(Tiny(csa_ratio=8, hca_ratio=8).spec())
+    sparse, heavy = "compressed_sparse_attention", "heavily_compressed_attention"
+    assert config.missing == ()
+    assert "compress_ratios" not in config.values
+    assert config.values["layer_types"] == ["sliding_attention", sparse, heavy, sparse]
+    assert config.values["compress_rates"] == {sparse: 8, heavy: 8}
+
+
+def test_late_hash_layers_are_told_in_mlp_layer_types() -> None:
+    layers = [
+        {"attention": "csa", "ffn": "routed"},
+        {"attention": "hca", "ffn": "hash"},
+        {"attention": "swa", "ffn": "routed"},
+    ]
+    config = official_config(changed("layers", to=layers))
+    assert config.missing == ()
+    assert "num_hash_layers" not in config.values
+    assert config.values["mlp_layer_types"] == ["moe", "hash_moe", "moe"]
 
 
 def test_scales_keep_the_published_word() -> None:

@@ -27,6 +27,7 @@ from v4graph.cli.options import (
 from v4graph.errors import PlanError, RequestError
 from v4graph.plan.lower import MAX_DRAFT_TOKENS, speculation_plan
 from v4graph.plan.types import Limits
+from v4graph.words import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -199,7 +200,7 @@ def _prompts(
     for i, length in enumerate(lengths):
         ids = tokenizer.encode(plain[i * step : i * step + 12 * length])
         if len(ids) < length:
-            raise RequestError(f"--text {path}: too short for {count} prompts", "text")
+            raise RequestError(f"--text {path}: too short for {counted(count, 'prompt')}", "text")
         out.append(ids[:length])
     return out
 

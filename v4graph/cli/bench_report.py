@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from v4graph.cli.explain_plan import print_table, table_of
+from v4graph.words import counted
 
 if TYPE_CHECKING:
     from v4graph.engine.rounds import DraftCounts, RoundRecord
@@ -77,7 +78,8 @@ def print_report(data: dict[str, Any]) -> None:
     """Two rows a number of drafts, engine and recompute; then the conventions, if there are any."""
     table = table_of(
         f"acceptance of {data['spec']}, speculative mode {data['speculative']}, on "
-        f"{data['device']}: {data['prompts']} prompts, {data['max_tokens']} tokens each, greedy",
+        f"{data['device']}: {counted(data['prompts'], 'prompt')}, "
+        f"{counted(data['max_tokens'], 'token')} each, greedy",
         "k,counted by",
         "rounds,tokens per round,draft acceptance,approximate rate,by position,"
         "ms per request and round,tokens/s,compared,near-ties,differences",

@@ -27,6 +27,7 @@ from v4graph.plan.weight_totals import PartTotals, WeightTotals, weight_totals
 from v4graph.plan.weights import TensorEntry, draft_inventory, main_inventory
 from v4graph.spec.load import load_spec
 from v4graph.spec.model import ModelSpec, RowFormat
+from v4graph.words import counted
 
 app = typer.Typer(no_args_is_help=True, help="Say what a spec means: bytes, tensors, caches.")
 
@@ -96,7 +97,7 @@ def explain_spec(spec: ModelSpec, as_json: bool = False) -> None:
         return
     kinds = [f"{attention}+{ffn}" for attention, ffn in spec.layer_kinds]
     runs = [(kind, len(list(run))) for kind, run in groupby(kinds)]
-    lines = [f"# {len(kinds)} layers: " + _counted(kinds)]
+    lines = [f"# {counted(len(kinds), 'layer')}: " + _counted(kinds)]
     if len(runs) <= 12:
         lines.append("# in order: " + ", ".join(f"{n} x {kind}" for kind, n in runs))
     totals = weight_totals(spec).total
@@ -228,7 +229,8 @@ def _cache_json(account: CacheAccount, summary: bool) -> dict[str, Any]:
 
 def _cache_table(account: CacheAccount) -> Table:
     table = Table(
-        title=f"cache of {account.spec_name}: one sequence of {account.tokens:,} tokens",
+        title=f"cache of {account.spec_name}: one sequence of "
+        f"{counted(account.tokens, 'token', form=',')}",
         caption="row and page bytes are of one layer; B/token and totals are of all layers",
     )
     table.add_column("group")

@@ -30,6 +30,7 @@ from v4graph.plan.budget import MEMORY_FRACTION, budget, fit, total, without_dra
 from v4graph.plan.lower import lower
 from v4graph.plan.types import Limits, Plan
 from v4graph.spec.load import load_spec
+from v4graph.words import counted
 
 
 def budget_command(
@@ -73,8 +74,9 @@ def budget_command(
         print_json(data)
         return
     table = table_of(
-        f"memory of {plan.name}: {plan.limits.max_num_seqs} sequences, speculative mode "
-        f"{plan.speculation.name}, {plan.speculation.num_draft_tokens} draft tokens",
+        f"memory of {plan.name}: {counted(plan.limits.max_num_seqs, 'sequence')}, speculative "
+        f"mode {plan.speculation.name}, "
+        f"{counted(plan.speculation.num_draft_tokens, 'draft token')}",
         "part,what,how",
         "bytes,MiB",
         f"of free memory {MEMORY_FRACTION:.0%} may be used" if memory else None,
@@ -85,7 +87,10 @@ def budget_command(
     table.add_row("total", "", "", f"{total(lines):,}", _mib(total(lines)))
     print_table(table)
     for row in data["fits"]:
-        typer.echo(f"{row['num_tokens']:,} tokens each: {row['num_seqs']} sequences at once")
+        typer.echo(
+            f"{counted(row['num_tokens'], 'token', form=',')} each: "
+            f"{counted(row['num_seqs'], 'sequence')} at once"
+        )
     if blind.num_bytes:
         typer.echo(
             f"page pools sized without the draft layers would take {blind.pool_bytes:,} bytes "

@@ -29,6 +29,7 @@ from v4graph.plan.types import DTYPES, Bucket, BufferPlan, GroupPlan, Limits, Mo
 from v4graph.plan.weight_totals import weight_totals
 from v4graph.spec.load import load_spec, spec_path
 from v4graph.spec.model import ModelSpec
+from v4graph.words import counted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -170,8 +171,8 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
 
 def _layer_table(plan: Plan) -> Table:
     table = table_of(
-        f"plan of {plan.name}: {len(plan.layers)} layers, sequences of up to "
-        f"{plan.max_model_len:,} tokens",
+        f"plan of {plan.name}: {counted(len(plan.layers), 'layer')}, sequences of up to "
+        f"{counted(plan.max_model_len, 'token', form=',')}",
         "layers,attention,ffn",
     )
     for (attention, ffn), run in groupby(plan.layers, lambda layer: (layer.attention, layer.ffn)):
@@ -247,12 +248,14 @@ def _mode_json(plan: Plan, mode: ModePlan) -> dict[str, Any]:
 
 
 def _buffer_table(mode: ModePlan, bucket: Bucket, entries: tuple[BufferPlan, ...]) -> Table:
-    each = str(mode.tokens_per_request or "any number of")
+    width = mode.tokens_per_request
+    each = counted(width, "token") if width else "any number of tokens"
     table = table_of(
-        f"{mode.mode.value}: {bucket.num_tokens} tokens, {bucket.num_reqs} requests",
+        f"{mode.mode.value}: {counted(bucket.num_tokens, 'token')}, "
+        f"{counted(bucket.num_reqs, 'request')}",
         "buffer,dtype,shape,producer",
         "bytes",
-        f"{each} tokens a request; {mode.layers} layers; logits: {mode.logits}; streams: "
+        f"{each} a request; {mode.layers} layers; logits: {mode.logits}; streams: "
         f"{mode.streams}\nreads {', '.join(mode.reads)}\n"
         f"writes {', '.join(mode.writes)}",
     )

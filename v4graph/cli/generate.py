@@ -47,6 +47,7 @@ from v4graph.cli.sampling import (
     told,
 )
 from v4graph.errors import RequestError
+from v4graph.words import counted
 
 if TYPE_CHECKING:
     from v4graph.engine.engine import LLMEngine
@@ -165,8 +166,9 @@ def generate(
         room = engine.max_model_len - len(ids)
         if room < 1:
             raise RequestError(
-                f"--prompt: {len(ids)} tokens leave no room for output; the context has "
-                f"{engine.max_model_len} tokens (--max-model-len)",
+                f"--prompt: {counted(len(ids), 'token leaves', 'tokens leave')} no room for "
+                f"output; the context has {counted(engine.max_model_len, 'token')} "
+                "(--max-model-len)",
                 "prompt",
             )
         cap = min(max_tokens, room)

@@ -17,6 +17,7 @@ from v4graph.spec.hf_yaml import to_yaml
 from v4graph.spec.load import load_spec
 from v4graph.spec.model import ModelSpec
 from v4graph.spec.safetensors_header import StoredCheckpoint, read_checkpoint
+from v4graph.words import counted
 
 _SHOWN = 8
 _FLOATS = frozenset({"F32", "BF16"})
@@ -63,12 +64,11 @@ def import_checkpoint(
     imported = import_config(_config(directory), title, stored, ignored)
     notes = list(imported.notes)
     files = len({tensor.file for tensor in stored.tensors.values()})
-    if stored.missing_files:
-        notes.append(
-            f"{len(stored.missing_files)} of {files + len(stored.missing_files)} files of the "
-            "index are not in the directory; their tensors were not compared"
-        )
-    where = f"the headers of {files} safetensors files" if files else "no safetensors file"
+    if missing := len(stored.missing_files):
+        listed = counted(files + missing, "file of the index is", "files of the index are")
+        notes.append(f"{missing} of {listed} not in the directory; no tensor there was compared")
+    headers = counted(files, "safetensors file")
+    where = f"the headers of {headers}" if files else "no safetensors file"
     text = to_yaml(imported, f"{directory.resolve().name}: config.json and {where}")
     spec = _validated(text)
     if check and stored.tensors:
@@ -109,11 +109,13 @@ def compare(spec: ModelSpec, stored: StoredCheckpoint) -> list[str]:
         shown = "\n".join(faults[:_SHOWN])
         rest = f"\n... and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise WeightsError(
-            f"{len(faults)} stored tensors differ from the spec that config.json describes "
+            f"{counted(len(faults), 'stored tensor differs', 'stored tensors differ')} from the "
+            "spec that config.json describes "
             f"(--no-check writes it all the same):\n{shown}{rest}"
         )
     if floats:
-        return [f"{floats} tensors are stored in F32 or BF16 where the spec says the other"]
+        differ = counted(floats, "tensor is", "tensors are")
+        return [f"{differ} stored in F32 or BF16 where the spec says the other"]
     return []
 
 

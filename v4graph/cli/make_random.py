@@ -11,6 +11,7 @@ import typer
 from v4graph.cli.options import DeviceOption, SpecArgument, num_bytes
 from v4graph.cli.progress import show_progress
 from v4graph.errors import PlanError
+from v4graph.words import counted
 
 
 def make_random(
@@ -68,6 +69,6 @@ def make_random(
     if layers is not None and values is not None:
         typer.echo(f"note: v4graph import {output} -o SPEC.yaml writes the spec of it", err=True)
     typer.echo(
-        f"wrote {output}: {len(weights.entries):,} tensors, {total:,} bytes, "
-        f"{len(shards)} safetensors file{'s' if len(shards) > 1 else ''}, seed {seed}"
+        f"wrote {output}: {counted(len(weights.entries), 'tensor', form=',')}, {total:,} bytes, "
+        f"{counted(len(shards), 'safetensors file')}, seed {seed}"
     )

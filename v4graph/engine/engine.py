@@ -34,6 +34,7 @@ from v4graph.program.build import ProgramSet, Progress, build_state
 from v4graph.program.compiler import Compiler
 from v4graph.program.warm_up import warm_up
 from v4graph.spec.model import ModelSpec
+from v4graph.words import counted
 
 
 class LLMEngine:
@@ -146,14 +147,16 @@ class LLMEngine:
                 )
         if len(prompt_ids) >= self.max_model_len:
             raise RequestError(
-                f"the prompt has {len(prompt_ids)} tokens; the context of "
+                f"the prompt has {counted(len(prompt_ids), 'token')}; the context of "
                 f"{self.max_model_len} leaves no room to generate",
                 "prompt",
             )
         longest = min(len(prompt_ids) + params.max_tokens, self.max_model_len)
         if not self.pages.fits_alone(longest):
             raise RequestError(
-                f"{longest} tokens need more cache pages than the pools hold", "max_tokens"
+                f"{counted(longest, 'token needs', 'tokens need')} more cache pages than the pools "
+                "hold",
+                "max_tokens",
             )
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
         rules = params.rules(len(prompt_ids), self._eos)

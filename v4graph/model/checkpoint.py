@@ -23,6 +23,7 @@ from v4graph.spec.safetensors_header import (
     check_shard,
     official_name,
 )
+from v4graph.words import counted
 
 _MAX_OPEN = 4
 """Files held open: the one that is read in order, and some for scales that lie elsewhere."""
@@ -104,7 +105,7 @@ class Checkpoint:
         if missing:
             raise WeightsError(
                 f"{index}: says that {self._index[missing[0]]} holds {missing[0]}, but it does "
-                f"not ({len(missing)} such tensor(s))"
+                f"not ({counted(len(missing), 'such tensor')})"
             )
 
     def _indexed(self, index: Path) -> list[Path]:

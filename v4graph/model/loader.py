@@ -34,6 +34,7 @@ from v4graph.model.quant import (
 from v4graph.plan.weights import TensorEntry, draft_inventory
 from v4graph.spec.model import ModelSpec, StoredDrafter
 from v4graph.spec.speculator import SHOWN, find_speculator, mtp_layers
+from v4graph.words import counted
 
 Progress = Callable[[str, int, int], None]
 Format = Literal["plain", "fp8_block", "fp4"]
@@ -117,8 +118,8 @@ def load_quantised(
         stack = expert_place(entry.name)
         if form == "fp8_block" and stack and stack.halves > 1 and entry.shape[0] % FP8_BLOCK:
             raise WeightsError(
-                f"{where}: {entry.shape[0]} rows; kept as FP8 w1 and w3 are stacked, which takes a "
-                f"multiple of {FP8_BLOCK}"
+                f"{where}: {counted(entry.shape[0], 'row')}; kept as FP8 w1 and w3 are "
+                f"stacked, which takes a multiple of {FP8_BLOCK}"
             )
         dtypes = [load.dtype_of(entry)] if form == "plain" else [p.dtype for p in parts]
         key = load.key(entry.name)
@@ -207,11 +208,13 @@ class _Load:
             return value
         scale = stored_scale(self._checkpoint.read(stored.scale))
         if bad := count_nan(scale):
-            raise WeightsError(f"{where}: {bad} of {scale.numel()} scales are NaN or infinite")
+            found = counted(scale.numel(), "scale is", "scales are")
+            raise WeightsError(f"{where}: {bad} of {found} NaN or infinite")
         if stored.form == "fp4":
             return Fp4(value.view(torch.uint8), scale)
         if bad := count_nan(value):
-            raise WeightsError(f"{where}: {bad} of {value.numel()} e4m3 codes are NaN")
+            found = counted(value.numel(), "e4m3 code is", "e4m3 codes are")
+            raise WeightsError(f"{where}: {bad} of {found} NaN")
         return Fp8Block(value, scale)
 
     def put(self, name: str, parts: list[Tensor], dtypes: list[torch.dtype]) -> None:
@@ -260,7 +263,9 @@ def _reads_draft_layers(spec: ModelSpec, checkpoint: TensorSource, speculative: 
     if needed and found.num_layers != mode.num_layers:
         needed = False
         count = mode.num_layers
-        wanted = mtp_layers(count) if mode.kind == "mtp" else f"{wanted} of {count} layers"
+        wanted = (
+            mtp_layers(count) if mode.kind == "mtp" else f"{wanted} of {counted(count, 'layer')}"
+        )
         held = f"{found.num_layers} of them"
     if needed:
         return True
@@ -303,7 +308,8 @@ def _check(
         shown = "\n  ".join(problems[:_SHOWN])
         more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise WeightsError(
-            f"{checkpoint.directory}: {len(problems)} tensor(s) differ:\n  {shown}{more}"
+            f"{checkpoint.directory}: "
+            f"{counted(len(problems), 'tensor differs', 'tensors differ')}:\n  {shown}{more}"
         )
     return stored
 

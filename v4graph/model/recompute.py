@@ -23,6 +23,7 @@ from v4graph.ops.moe import route
 from v4graph.ops.norm import rms_norm, swiglu
 from v4graph.ops.rope import cos_sin, rotate
 from v4graph.ops.rows import stored_rows
+from v4graph.plan.weights import head_tensor
 from v4graph.spec.model import (
     Attention,
     CompressedGroup,
@@ -116,7 +117,7 @@ class RecomputeModel:
         """Collapse the streams, normalise and project on the vocabulary, in float32."""
         x = self.collapse_head(x_BSND, head_prefix)
         x = rms_norm(x, self.params[norm], self.spec.norm_eps)
-        return F.linear(x.float(), self.params["head.weight"].float())
+        return F.linear(x.float(), self.params[head_tensor(self.spec)].float())
 
     def block(
         self, p: str, x: Tensor, ids: Tensor, attention: str, ffn: str, position_offset: int = 0

@@ -15,6 +15,7 @@ from v4graph.plan.types import DTYPES, Bucket, GroupPlan, Limits, Mode, Plan, ri
 from v4graph.plan.weight_totals import part_totals
 from v4graph.plan.weights import draft_inventory, main_inventory
 from v4graph.spec.model import HyperConnections, ModelSpec
+from v4graph.words import counted
 
 MEMORY_FRACTION = 0.9
 """Part of the free memory that an engine takes; the rest is for what no plan knows (libraries'
@@ -55,9 +56,10 @@ def budget(spec: ModelSpec, plan: Plan) -> tuple[BudgetLine, ...]:
     )
     stages = {(s.mode, s.bucket) for mode, b in plan.rounds() for s in plan.stages(mode, b)}
     static = sum(b.num_bytes for mode, size in stages for b in buffers(plan, mode, size))
-    lines.append(BudgetLine("buffers", "static buffers", static, f"{len(stages)} stages"))
+    lines.append(BudgetLine("buffers", "static buffers", static, counted(len(stages), "stage")))
     largest = max(stages, key=lambda s: activations(spec, plan, *s))
-    note = f"estimate; {largest[0].value} of {largest[1].num_tokens} tokens; a CUDA graph's pool"
+    tokens = counted(largest[1].num_tokens, "token")
+    note = f"estimate; {largest[0].value} of {tokens}; a CUDA graph's pool"
     lines.append(BudgetLine("work", "activations", activations(spec, plan, *largest), note))
     return tuple(lines)
 
@@ -68,16 +70,17 @@ def total(lines: tuple[BudgetLine, ...], *parts: str) -> int:
 
 
 def _pool(plan: Plan, g: GroupPlan) -> str:
+    pages = counted(g.num_pages, "page")
     if not g.kept_tokens:
-        return f"{g.num_pages} pages of {g.page_tokens} tokens; history"
+        return f"{pages} of {counted(g.page_tokens, 'token')}; history"
     ring = ring_tokens(g, plan.limits, plan.speculation)
     parts = [
-        f"{g.kept_tokens - 1} tokens behind a query",
+        f"{counted(g.kept_tokens - 1, 'token')} behind a query",
         f"a step of {ring - (g.kept_tokens - 1) - g.draft_ahead}",
     ]
     if g.draft_ahead:
-        parts.append(f"{g.draft_ahead} guesses")
-    return f"{g.num_pages} pages; ring of {g.table_width}: {' + '.join(parts)}"
+        parts.append(counted(g.draft_ahead, "guess", "guesses"))
+    return f"{pages}; ring of {g.table_width}: {' + '.join(parts)}"
 
 
 def activations(spec: ModelSpec, plan: Plan, mode: Mode, bucket: Bucket) -> int:

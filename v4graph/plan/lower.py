@@ -34,6 +34,7 @@ from v4graph.spec.model import (
     SlidingWindowGroup,
     SparseAttention,
 )
+from v4graph.words import counted
 
 MAX_DRAFT_TOKENS = 8
 
@@ -351,11 +352,11 @@ def _told(groups: Sequence[GroupPlan], num_tokens: int, seqs: int, count_draft_l
         history += whole * page
         windows += pages * page if g.kept_tokens else 0
         partly += 0 if g.kept_tokens else (pages - whole) * page
-    many = "s" if seqs > 1 else ""
     return (
-        f"one sequence of {num_tokens:,} tokens takes {history:,}, the windows of {seqs} "
-        f"sequence{many} {windows:,}, the partly filled pages of the others {partly:,}, and a null "
-        f"page of every group {null:,}: together {history + windows + partly + null:,}"
+        f"one sequence of {counted(num_tokens, 'token', form=',')} takes {history:,}, the windows "
+        f"of {counted(seqs, 'sequence')} {windows:,}, the partly filled pages of the others "
+        f"{partly:,}, and a null page of every group {null:,}: together "
+        f"{history + windows + partly + null:,}"
     )
 
 

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from v4graph.plan.types import LayerPlan, Mode, Plan
-from v4graph.plan.weights import DTYPE_BYTES, TensorEntry, inventory
+from v4graph.plan.weights import DTYPE_BYTES, TensorEntry, head_tensor, inventory
 from v4graph.spec.model import DenseFfn, ModelSpec, SparseAttention
 
 _EXPERT = re.compile(r"\.ffn\.experts\.\d+\.")
@@ -60,7 +60,7 @@ def round_traffic(
             own.update(sizes.layer(block, layer, tokens))
             own.update(_rows(spec, plan, layer, num_reqs, context))
         logits = num_reqs if drafting or stage.mode is Mode.DECODE else tokens
-        own["head"] += sizes.top["head.weight"] if logits else 0
+        own["head"] += sizes.top[head_tensor(spec)] if logits else 0
         own["embed"] += tokens * spec.hidden_size * sizes.embed_bytes
         for part, size in own.items():
             out[prefix + part] += size * stage.repeat

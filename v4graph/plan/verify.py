@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from v4graph.errors import PlanError
 from v4graph.plan.types import GroupPlan, Mode, Plan, ring_tokens
+from v4graph.words import counted
 
 
 def verify_plan(plan: Plan) -> None:
@@ -26,7 +27,8 @@ def _check_group(plan: Plan, g: GroupPlan) -> None:
     if g.span and g.kept_tokens < g.span + back:
         begins = f", from a row that lies {back} back on" if back else ""
         raise PlanError(
-            f"cache group {g.name!r}: keeps {g.kept_tokens} tokens, a read takes {g.span}{begins}"
+            f"cache group {g.name!r}: keeps {counted(g.kept_tokens, 'token')}, a read takes "
+            f"{g.span}{begins}"
         )
     full = -(-plan.max_model_len // g.page_tokens)
     least = full
@@ -34,19 +36,19 @@ def _check_group(plan: Plan, g: GroupPlan) -> None:
         least = min(full, g.touched_pages(ring_tokens(g, plan.limits, plan.speculation)))
     if g.table_width < least:
         raise PlanError(
-            f"cache group {g.name!r}: a block table of {g.table_width} pages; its ring needs "
-            f"{least}, else a row that is still read could be overwritten"
+            f"cache group {g.name!r}: a block table of {counted(g.table_width, 'page')}; its "
+            f"ring needs {least}, else a row that is still read could be overwritten"
         )
     if g.num_pages - 1 < g.table_width:
         raise PlanError(
-            f"cache group {g.name!r}: {g.num_pages - 1} pages beside the null page; one sequence "
-            f"needs {g.table_width}"
+            f"cache group {g.name!r}: {counted(g.num_pages - 1, 'page')} beside the null page; "
+            f"one sequence needs {g.table_width}"
         )
     written = plan.speculation.draft_ahead if g.draft_layers else 0
     if g.draft_ahead < written:
         raise PlanError(
-            f"cache group {g.name!r}: places {g.draft_ahead} rows ahead of a round; its draft "
-            f"layers write {written}"
+            f"cache group {g.name!r}: places {counted(g.draft_ahead, 'row')} ahead of a round; "
+            f"its draft layers write {written}"
         )
 
 
@@ -58,7 +60,7 @@ def _check_stages(plan: Plan) -> None:
     most = max(b.num_reqs for b in modes[plan.decode_mode].buckets)
     if most < plan.limits.max_num_seqs:
         raise PlanError(
-            f"{plan.decode_mode.value} programs hold {most} requests, max_num_seqs is "
+            f"{plan.decode_mode.value} programs hold {counted(most, 'request')}, max_num_seqs is "
             f"{plan.limits.max_num_seqs}"
         )
     for first, bucket in plan.rounds():

@@ -173,6 +173,11 @@ class _Inventory:
                 yield from self.plain(f"{p}.confidence_head.proj.weight", 1, hidden + rank)
 
 
+def head_tensor(spec: ModelSpec) -> str:
+    """The tensor `[V, D]` that projects on the vocabulary: the embedding where the two are tied."""
+    return "embed.weight" if spec.tie_word_embeddings else "head.weight"
+
+
 def main_inventory(spec: ModelSpec) -> list[TensorEntry]:
     """Every tensor of the main model, in checkpoint order."""
     inv = _Inventory(spec)
@@ -180,7 +185,8 @@ def main_inventory(spec: ModelSpec) -> list[TensorEntry]:
     for i, (attention, ffn) in enumerate(spec.layer_kinds):
         out += inv.block(f"layers.{i}", attention, ffn)
     out += inv.plain("norm.weight", spec.hidden_size)
-    out += inv.plain("head.weight", spec.vocab_size, spec.hidden_size)
+    if not spec.tie_word_embeddings:
+        out += inv.plain("head.weight", spec.vocab_size, spec.hidden_size)
     out += inv.hyper_head("")
     return out
 

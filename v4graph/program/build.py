@@ -13,6 +13,7 @@ from v4graph.model.projections import FLOAT32, StoredParam, decode_others, flatt
 from v4graph.model.rope import inverse_frequencies
 from v4graph.model.sublayers import AttentionSublayer, FfnSublayer
 from v4graph.plan.types import Bucket, LayerPlan, Mode, Plan
+from v4graph.plan.weights import head_tensor
 from v4graph.program.compile_cache import user_fault
 from v4graph.program.compiler import Compiler
 from v4graph.program.drafting import make_stage
@@ -20,6 +21,7 @@ from v4graph.program.stage import ModelState, Stage, Tensors, pool_poison
 from v4graph.program.step import StepProgram
 from v4graph.program.table import RequestTable
 from v4graph.spec.model import ModelSpec
+from v4graph.words import counted
 
 E4M3 = torch.float8_e4m3fn
 
@@ -52,6 +54,8 @@ def build_state(
     dtype = _dtype(plan)
     own = {k: v for k, v in params.items() if not k.startswith(("layers.", "mtp."))}
     top = {k: _place(k, v, device) for k, v in flatten(decode_others(own, dtype), dtype).items()}
+    # One tensor under two names where they are tied; regions ask for `head.weight`.
+    top["head.weight"] = top[head_tensor(spec)]
     names = {name for name, _ in (*plan.rope_dims, *plan.draft_rope_dims)}
     freqs = {name: inverse_frequencies(spec.rope[name]).to(device) for name in sorted(names)}
     table = RequestTable(plan, spec.vocab_size, device)
@@ -202,5 +206,6 @@ class ProgramSet:
             if bucket.num_tokens >= num_tokens and bucket.num_reqs >= num_reqs:
                 return self.programs[mode, bucket]
         raise ProgramError(
-            f"no {mode.value} program holds {num_tokens} tokens in {num_reqs} requests"
+            f"no {mode.value} program holds {counted(num_tokens, 'token')} in "
+            f"{counted(num_reqs, 'request')}"
         )

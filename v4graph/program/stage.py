@@ -26,6 +26,7 @@ from v4graph.program.prepare import MODE_NUMBERS, prepare
 from v4graph.program.table import RequestTable
 from v4graph.program.variants import Variant
 from v4graph.spec.model import ModelSpec
+from v4graph.words import counted
 
 Tensors = dict[str, Tensor]
 _SETTLE = {
@@ -290,8 +291,8 @@ class Stage:
             found, count = int(self.buf["is_valid_token"].sum()), self._num_valid(host)
             if found > count:
                 raise ProgramError(
-                    f"{where}: buffer is_valid_token marks {found} rows in step {step}, expected "
-                    f"at most {count}"
+                    f"{where}: buffer is_valid_token marks {counted(found, 'row')} in step {step}, "
+                    f"expected at most {count}"
                 )
 
         for g in mode_groups(self.state.plan, self.mode):

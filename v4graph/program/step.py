@@ -22,6 +22,7 @@ from v4graph.program.graph import CapturedTape
 from v4graph.program.stage import ModelState, Stage, Tensors
 from v4graph.program.tape import Tape
 from v4graph.program.variants import Variant, choose, variants
+from v4graph.words import counted
 
 
 @dataclass(frozen=True)
@@ -188,8 +189,8 @@ class StepProgram:
         uneven = width > 0 and any(n != width for n in query_lens)
         if len(slots) > R or sum(query_lens) > T or len(slots) != len(query_lens) or uneven:
             raise ProgramError(
-                f"{self.mode.value} program of {T} tokens and {R} requests was given "
-                f"{sum(query_lens)} tokens in {len(slots)} requests"
+                f"{self.mode.value} program of {counted(T, 'token')} and {counted(R, 'request')} "
+                f"was given {counted(sum(query_lens), 'token')} in {counted(len(slots), 'request')}"
             )
         if len(set(slots)) != len(slots) or 0 in slots:
             raise ProgramError(f"{self.mode.value}: request slots {slots}: each once, none 0")

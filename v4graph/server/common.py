@@ -21,6 +21,7 @@ from v4graph.server.stream import (
     event,
     until_disconnect,
 )
+from v4graph.words import counted
 
 # Longer texts are encoded in a worker thread, so that other streams go on meanwhile.
 LONG_TEXT_CHARS = 20_000
@@ -44,8 +45,8 @@ def check_room(serving: Serving, prompt_ids: list[int], param: str) -> list[int]
     if len(prompt_ids) >= limit:
         raise ApiError(
             400,
-            f"{param}: {len(prompt_ids)} tokens leave no room for an answer; the context has "
-            f"{limit} tokens, prompt and answer together",
+            f"{param}: {counted(len(prompt_ids), 'token leaves', 'tokens leave')} no room for an "
+            f"answer; the context has {counted(limit, 'token')}, prompt and answer together",
             param,
             "context_length_exceeded",
         )

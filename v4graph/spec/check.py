@@ -32,6 +32,7 @@ from v4graph.spec.model import (
     StoredDrafter,
 )
 from v4graph.spec.source import Path, closest, did_you_mean, shown
+from v4graph.words import counted
 
 MAX_LAYERS = 1000
 BLOCKS = ("rope", "cache_groups", "attention", "ffn")
@@ -155,7 +156,8 @@ def _layer(index: int, pattern: LayerPattern, names: Names) -> Findings:
     attention, ffn = pattern.attention, pattern.ffn
     if isinstance(attention, list) and isinstance(ffn, list) and len(attention) != len(ffn):
         message = (
-            f"lists of different lengths (got {len(attention)} attention and {len(ffn)} ffn names; "
+            f"lists of different lengths (got {counted(len(attention), 'attention name')} and "
+            f"{counted(len(ffn), 'ffn name')}; "
             "expected equal lengths, or one name for all)"
         )
         yield (*here, "ffn"), message

@@ -3,8 +3,10 @@
 Two forms are read. The official one lists `compress_ratios` (0 and 1: window only; the entries past
 `num_hidden_layers` belong to draft layers), `num_hash_layers` and `rope_scaling`. The one that
 transformers 5.24 writes has `layer_types`, `compress_rates`, `mlp_layer_types` and
-`rope_parameters`. Where a file and the config differ on a dtype, the file is right: the published
-base checkpoints say `scale_fmt: ue8m0` and store F32 scales.
+`rope_parameters`. Absent keys have the values that transformers fills in.
+
+Where a file and the config differ on a dtype, the file is right: the published base checkpoints say
+`scale_fmt: ue8m0` and store F32 scales.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 
 from v4graph.spec.check_shapes import FP8_DS_GROUP
 from v4graph.spec.hf_drafts import drafter
-from v4graph.spec.hf_fields import FIXED, IRRELEVANT, Fields, raise_errors
+from v4graph.spec.hf_fields import DEFAULTS, FIXED, IRRELEVANT, Fields, raise_errors
 from v4graph.spec.hf_layers import layer_patterns, layer_plan
 from v4graph.spec.hf_weights import weight_formats
 from v4graph.spec.safetensors_header import StoredCheckpoint
@@ -24,6 +26,8 @@ from v4graph.spec.safetensors_header import StoredCheckpoint
 WINDOW_PAGE_TOKENS = 64
 PAGE_TOKENS = 256
 STATE_PAGE_TOKENS = 8
+ROTARY_FACTOR = 0.125
+"""What transformers takes for an absent `partial_rotary_factor`."""
 NO_FILES = StoredCheckpoint({}, ())
 
 
@@ -53,17 +57,17 @@ def import_config(
         ignored: config keys that the user vouches for.
 
     Raises:
-        SpecError: every key that is absent, unknown or has an unsupported value, at once.
+        SpecError: every key that is unknown or has an unsupported value, at once.
     """
     errors: list[str] = []
-    fields = Fields(config, "config.json", errors)
+    fields = Fields(config, "config.json", errors, DEFAULTS)
     fields.choice("model_type", FIXED["model_type"])
     raise_errors(errors)  # the keys of another architecture would only bring noise
     for key, allowed in FIXED.items():
         fields.choice(key, allowed, default=allowed[0])
     notes: list[str] = []
     head_dim = fields.integer("head_dim")
-    rope_dim = _rope_dim(fields, head_dim)
+    rope_dim = _rope_dim(fields, head_dim, notes)
     rope = _rope(fields, rope_dim, notes)
     plan = layer_plan(fields, notes)
     formats, format_source = weight_formats(fields, stored, notes)
@@ -79,6 +83,7 @@ def import_config(
         "hidden_size": fields.integer("hidden_size"),
         "max_position_embeddings": fields.integer("max_position_embeddings"),
         "norm_eps": fields.number("rms_norm_eps"),
+        **_tied(fields, stored, notes),
         **_token_ids(fields),
         "residual": {
             "kind": "hyper_connections",
@@ -98,7 +103,21 @@ def import_config(
         data["speculative"][drafts["kind"]] = drafts
     fields.finish({*IRRELEVANT, *ignored})
     raise_errors(errors)
+    if fields.filled:
+        filled = ", ".join(f"{key} {value}" for key, value in fields.filled.items())
+        notes.append(f"config.json lacks keys, which have transformers' defaults: {filled}")
     return ImportedSpec(data, _sources(plan.source, format_source, stored, fp8_rows), tuple(notes))
+
+
+def _tied(fields: Fields, stored: StoredCheckpoint, notes: list[str]) -> dict[str, bool]:
+    """`tie_word_embeddings`, unless the files hold a head of its own: that is then the head, as in
+    transformers."""
+    if not fields.choice("tie_word_embeddings", (False, True), default=False):
+        return {}
+    if "head.weight" in stored.tensors:
+        notes.append("tie_word_embeddings is true, but the files hold head.weight, which is used")
+        return {}
+    return {"tie_word_embeddings": True}
 
 
 def _token_ids(fields: Fields) -> dict[str, Any]:
@@ -114,10 +133,16 @@ def _token_ids(fields: Fields) -> dict[str, Any]:
     return out
 
 
-def _rope_dim(fields: Fields, head_dim: int) -> int:
+def _rope_dim(fields: Fields, head_dim: int, notes: list[str]) -> int:
     """`qk_rope_head_dim`, or transformers' `partial_rotary_factor` of the head."""
     factor = fields.number("partial_rotary_factor", default=0)
-    if fields.has("qk_rope_head_dim") or not factor:
+    if not factor and not fields.has("qk_rope_head_dim"):
+        factor = ROTARY_FACTOR
+        notes.append(
+            "config.json has no qk_rope_head_dim and no partial_rotary_factor: transformers' "
+            f"default, {factor} of head_dim"
+        )
+    if fields.has("qk_rope_head_dim"):
         dim = fields.integer("qk_rope_head_dim", least=2)
         if factor and int(head_dim * factor) != dim:
             fields.fail("partial_rotary_factor", f"qk_rope_head_dim / head_dim = {dim}/{head_dim}")
@@ -131,6 +156,7 @@ def _rope_dim(fields: Fields, head_dim: int) -> int:
 def _rope(fields: Fields, dim: int, notes: list[str]) -> dict[str, Any]:
     parameters = fields.block("rope_parameters")
     nested = parameters is not None and parameters.has("main") and parameters.has("compress")
+    context = fields.integer("max_position_embeddings")
     if parameters is not None and nested:
         blocks = {key: parameters.block(key) for key in ("main", "compress")}
         for key in parameters.values:
@@ -141,14 +167,20 @@ def _rope(fields: Fields, dim: int, notes: list[str]) -> dict[str, Any]:
         for key, block in blocks.items():
             if block is None:
                 continue
-            theta = block.number("rope_theta")
+            # transformers fills both from `rope_theta`, not from `compress_rope_theta`.
+            source = block if block.has("rope_theta") else fields
+            theta = source.number("rope_theta")
             if fields.any(top[key], theta) != theta:
                 notes.append(f"{top[key]} is overruled by rope_parameters.{key}.rope_theta {theta}")
-            factor = block.number("partial_rotary_factor", default=0)
+            # Without a factor anywhere transformers rotates the whole head, whatever
+            # `qk_rope_head_dim` says.
+            factor = block.number(
+                "partial_rotary_factor", fields.number("partial_rotary_factor", default=1)
+            )
             head_dim = fields.integer("head_dim")
-            if factor and int(head_dim * factor) != dim:
+            if int(head_dim * factor) != dim:
                 block.fail("partial_rotary_factor", f"{dim} rotated channels of {head_dim}")
-            out[key] = {"theta": _whole(theta), "dim": dim, **_yarn(block)}
+            out[key] = {"theta": _whole(theta), "dim": dim, **_yarn(block, context, nested=True)}
             block.finish()
         return out
     scaling = parameters if parameters is not None else fields.block("rope_scaling")
@@ -159,23 +191,29 @@ def _rope(fields: Fields, dim: int, notes: list[str]) -> dict[str, Any]:
     if scaling is not None:
         for key in ("rope_theta", "partial_rotary_factor"):
             scaling.any(key)
-        out["compress"].update(_yarn(scaling))
+        out["compress"].update(_yarn(scaling, context))
         scaling.finish()
     return out
 
 
-def _yarn(block: Fields) -> dict[str, Any]:
+def _yarn(block: Fields, context: int, nested: bool = False) -> dict[str, Any]:
+    """YaRN's keys; `context` is what `original_max_position_embeddings` defaults to."""
     key = "rope_type" if block.has("rope_type") else "type"
     kind = block.choice(key, ("default", "yarn"), default="default")
     block.any("type")
     if kind != "yarn":
         return {}
+    if nested and not block.has("attention_factor"):
+        # transformers takes another factor than 1 here, and in the flat form none.
+        block.fail("attention_factor", "1.0")
     block.choice("attention_factor", (1.0, 1), default=1.0)
     block.choice("truncate", (True,), default=True)
     return {
         "yarn": {
             "factor": _whole(block.number("factor")),
-            "original_max_position": block.integer("original_max_position_embeddings"),
+            "original_max_position": block.integer(
+                "original_max_position_embeddings", default=context
+            ),
             "beta_fast": _whole(block.number("beta_fast", default=32)),
             "beta_slow": _whole(block.number("beta_slow", default=1)),
         }
@@ -258,10 +296,14 @@ def _attention(fields: Fields, head_dim: int, used: set[str]) -> dict[str, Any]:
             },
         ),
     }
+    # The first entry lends its keys to the others, so `csa` comes first only if it is alone: its
+    # `indexer` is unknown to the other kinds.
+    order = ("swa", "csa", "hca") if "swa" in used else ("hca", "csa")
     out: dict[str, Any] = {}
-    for name, (kind, own) in kinds.items():
+    for name in order:
         if name not in used:
             continue
+        kind, own = kinds[name]
         first = next(iter(out), None)
         start = {"kind": kind, **base} if first is None else {"like": first, "kind": kind}
         out[name] = {**start, **own}
@@ -272,7 +314,7 @@ def _indexer(fields: Fields, needed: bool) -> dict[str, Any]:
     keys = {"heads": "index_n_heads", "dim": "index_head_dim", "topk": "index_topk"}
     if needed:
         return {name: fields.integer(key) for name, key in keys.items()}
-    return {name: fields.any(key) for name, key in keys.items()}
+    return {name: fields.any(key, 0) for name, key in keys.items()}
 
 
 def _ffn(fields: Fields, used: set[str]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from v4graph.spec.hf_fields import FIXED
+from v4graph.spec.hf_layers import CSA, HCA
 from v4graph.spec.model import (
     Attention,
     CompressedGroup,
@@ -81,6 +82,10 @@ def official_config(spec: ModelSpec) -> OfficialConfig:
         "num_nextn_predict_layers": _claimed(drafts),
         "max_position_embeddings": spec.max_position_embeddings,
         "rms_norm_eps": spec.norm_eps,
+        # Null is written too: absent keys have defaults.
+        "bos_token_id": spec.bos_token_id,
+        "eos_token_id": spec.eos_token_id,
+        "tie_word_embeddings": spec.tie_word_embeddings,
         "initializer_range": 0.02,
         "use_cache": True,
         **_attention(attention, faults),
@@ -91,9 +96,6 @@ def official_config(spec: ModelSpec) -> OfficialConfig:
         **_residual(spec, faults),
         **_weights(spec),
     }
-    for key in ("bos_token_id", "eos_token_id"):
-        if getattr(spec, key) is not None:
-            values[key] = getattr(spec, key)
     if any(isinstance(spec.ffn[m.ffn], HashMoe | DenseFfn) for m in drafts):
         faults.found.append("the draft layer's ffn is not of kind moe")
     for mode in drafts:
@@ -136,7 +138,10 @@ def _window(spec: ModelSpec, entries: list[Attention], faults: _Faults) -> dict[
 
 
 def _ratios(spec: ModelSpec, num_drafts: int, faults: _Faults) -> dict[str, Any]:
-    """`compress_ratios`: 0 for a window-only layer, draft layers last."""
+    """`compress_ratios`: 0 for a window-only layer, draft layers last.
+
+    One ratio for both kinds of compressed layer is told in transformers' keys instead.
+    """
     sparse: set[int] = set()
     heavy: set[int] = set()
     ratios = []
@@ -150,11 +155,9 @@ def _ratios(spec: ModelSpec, num_drafts: int, faults: _Faults) -> dict[str, Any]
         ratios.append(ratio)
     csa = faults.same("ratio of compressed sparse attention", sorted(sparse)) or OFFICIAL_CSA_RATIO
     hca = faults.same("ratio of heavily compressed attention", sorted(heavy))
-    if csa == hca:
-        faults.found.append(
-            f"ratio {csa} stands for both kinds of compressed layer, which compress_ratios tells "
-            "apart by their ratio"
-        )
+    if hca == csa:
+        kinds = [spec.attention[name].kind for name, _ in spec.layer_kinds]
+        return {"layer_types": kinds, "compress_rates": {CSA: csa, HCA: hca}}
     out: dict[str, Any] = {"compress_ratios": ratios + [0] * num_drafts}
     if csa != OFFICIAL_CSA_RATIO:
         out["compress_rate_csa"] = csa
@@ -191,8 +194,7 @@ def _rope(spec: ModelSpec, entries: list[Attention], faults: _Faults) -> dict[st
 def _ffn(spec: ModelSpec, entries: list[Ffn], faults: _Faults) -> dict[str, Any]:
     kinds = [spec.ffn[f].kind for _, f in spec.layer_kinds]
     num_hash = next((i for i, kind in enumerate(kinds) if kind != "hash_moe"), len(kinds))
-    if "hash_moe" in kinds[num_hash:]:
-        faults.found.append("hash_moe layers that are not the first ones: num_hash_layers counts")
+    leading = "hash_moe" not in kinds[num_hash:]
     if any(isinstance(f, DenseFfn) for f in entries):
         faults.found.append("ffn of kind dense")
     moes = [f for f in entries if not isinstance(f, DenseFfn)]
@@ -207,7 +209,8 @@ def _ffn(spec: ModelSpec, entries: list[Ffn], faults: _Faults) -> dict[str, Any]
         "swiglu_limit": "clamp",
     }
     out = {key: faults.same(f"ffn {n}", (getattr(f, n) for f in moes)) for key, n in names.items()}
-    return {**out, "num_hash_layers": num_hash}
+    # `num_hash_layers` counts the first layers; another order is told in transformers' key.
+    return {**out, **({"num_hash_layers": num_hash} if leading else {"mlp_layer_types": kinds})}
 
 
 def _residual(spec: ModelSpec, faults: _Faults) -> dict[str, Any]:

@@ -14,12 +14,23 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
     "model_type": ("deepseek_v4",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
-    "tie_word_embeddings": (False,),
     "hidden_act": ("silu",),
     "num_key_value_heads": (1,),
     "topk_method": ("noaux_tc",),
 }
 """Keys of which one value is supported; all but `model_type` may be absent."""
+
+DEFAULTS: Mapping[str, Any] = {
+    **{"vocab_size": 129280, "hidden_size": 4096, "num_hidden_layers": 43, "head_dim": 512},
+    **{"num_attention_heads": 64, "q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024},
+    **{"index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "sliding_window": 128},
+    **{"n_routed_experts": 256, "num_experts_per_tok": 6, "n_shared_experts": 1},
+    **{"moe_intermediate_size": 2048, "routed_scaling_factor": 1.5, "swiglu_limit": 10.0},
+    **{"scoring_func": "sqrtsoftplus", "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6},
+    **{"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "compress_rope_theta": 160000.0},
+    **{"max_position_embeddings": 1048576, "bos_token_id": 0, "eos_token_id": 1},
+}
+"""What transformers 5.24 takes for keys that are absent; null is no absence."""
 
 IRRELEVANT = frozenset(
     {
@@ -39,8 +50,17 @@ _MISSING: Any = object()
 class Fields:
     """A JSON object of which every key must be read, fixed, irrelevant or ignored by request."""
 
-    def __init__(self, values: Mapping[str, Any], where: str, errors: list[str]) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        where: str,
+        errors: list[str],
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
         self.values = values
+        self.defaults = defaults or {}
+        self.filled: dict[str, Any] = {}
+        """Absent keys that were asked for, and the defaults that they got."""
         self.where = where
         self.errors = errors
         self._read: set[str] = set()
@@ -50,9 +70,12 @@ class Fields:
         return self.values.get(key) is not None
 
     def any(self, key: str, default: Any = None) -> Any:
-        """The value of `key` as it is."""
+        """The value of `key` as it is; of an absent one `default`, or else that of `defaults`."""
         self._read.add(key)
-        return self.values.get(key, default)
+        if key in self.values or default is not None or key not in self.defaults:
+            return self.values.get(key, default)
+        self.filled[key] = self.defaults[key]
+        return self.filled[key]
 
     def fail(self, key: str, expected: str) -> None:
         """Note a fault of `key`: its value, or its absence, and what was expected."""

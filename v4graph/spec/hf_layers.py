@@ -7,10 +7,13 @@ from itertools import groupby
 from typing import Any
 
 from v4graph.spec.hf_fields import Fields
+from v4graph.words import counted
 
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 _ATTENTION = {"sliding_attention": "swa", CSA: "csa", HCA: "hca"}
 _FFN = {"hash_moe": "hash", "moe": "routed"}
+HASH_LAYERS = 3
+"""What transformers takes for an absent `num_hash_layers`."""
 _WINDOW_ONLY = (0, 1)
 """Both ratios mean a layer without compressed rows: the official files write 0, some engines 1."""
 
@@ -55,10 +58,14 @@ def layer_plan(fields: Fields, notes: list[str]) -> LayerList:
         hca_ratio = others[0] if others else hca_ratio
         attention = _from_ratios(ratios[:layers], csa_ratio)
         source = "compress_ratios"
-    else:
-        if not fields.has("compress_ratios"):
-            fields.fail("layer_types", f"a list of {layers} layer kinds, or compress_ratios")
+    elif fields.has("compress_ratios"):  # faulty
         attention, source = ("swa",) * layers, ""
+    else:
+        attention, source = _default_pattern(layers), "transformers' default"
+        notes.append(
+            "config.json has no layer_types and no compress_ratios: transformers' default, two "
+            "layers of heavily compressed attention, then this and compressed sparse in turn"
+        )
     if fields.has("mlp_layer_types"):
         ffn = _names(fields, "mlp_layer_types", _FFN, layers)
         source += ", mlp_layer_types"
@@ -66,7 +73,13 @@ def layer_plan(fields: Fields, notes: list[str]) -> LayerList:
         if hashed >= 0 and ffn != _first_hash(hashed, layers):
             fields.fail("num_hash_layers", "what mlp_layer_types lists, for both are given")
     else:
-        ffn = _first_hash(fields.integer("num_hash_layers", least=0), layers)
+        if not fields.has("num_hash_layers"):
+            notes.append(
+                "config.json has no mlp_layer_types and no num_hash_layers: transformers' default, "
+                f"the first {HASH_LAYERS} have hash routing"
+            )
+        count = fields.integer("num_hash_layers", least=0, default=HASH_LAYERS)
+        ffn = _first_hash(count, layers)
         source += ", num_hash_layers"
     return LayerList(attention, ffn, csa_ratio, hca_ratio, ratios[layers:], source)
 
@@ -133,8 +146,8 @@ def _ratios(fields: Fields, layers: int) -> tuple[int, ...]:
     if len(ratios) < layers:
         fields.fail(
             "compress_ratios",
-            f"{layers} entries (num_hidden_layers), and one more for each draft layer; "
-            f"found {len(ratios)}",
+            f"{counted(layers, 'entry', 'entries')} (num_hidden_layers), and one more for each "
+            f"draft layer; found {len(ratios)}",
         )
         return ()
     return tuple(ratios)
@@ -145,10 +158,15 @@ def _from_ratios(ratios: tuple[int, ...], csa_ratio: int) -> tuple[str, ...]:
     return tuple(names.get(r, "hca") for r in ratios)
 
 
+def _default_pattern(layers: int) -> tuple[str, ...]:
+    """What transformers fills in: hca, hca, then hca and csa in turn."""
+    return tuple("csa" if i > 1 and i % 2 else "hca" for i in range(layers))
+
+
 def _names(fields: Fields, key: str, names: dict[str, str], layers: int) -> tuple[str, ...]:
     values = fields.any(key)
     if not isinstance(values, list) or len(values) != layers:
-        fields.fail(key, f"a list of {layers} entries (num_hidden_layers)")
+        fields.fail(key, f"a list of {counted(layers, 'entry', 'entries')} (num_hidden_layers)")
         return (next(iter(names.values())),) * layers
     values = [str(value) for value in values]
     unknown = sorted({value for value in values if value not in names})

@@ -25,6 +25,7 @@ from v4graph.spec.source import (
     plain,
     shown,
 )
+from v4graph.words import counted
 
 MAX_SHOWN = 100
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -182,5 +183,5 @@ def _message(problems: list[Problem], file: str) -> str:
     count = len(unique)
     lines = [p.render(file) for p in unique.values()][:MAX_SHOWN]
     more = [f"... and {count - MAX_SHOWN} more"] if count > MAX_SHOWN else []
-    header = f"{file}: {count} problem{'s' if count > 1 else ''}"
+    header = f"{file}: {counted(count, 'problem')}"
     return "\n".join([header, *lines, *more])

@@ -294,6 +294,8 @@ class ModelSpec(StrictModel):
     max_position_embeddings: PositiveInt
     """Longest sequence, in tokens."""
     norm_eps: PositiveFloat = 1e-6
+    tie_word_embeddings: bool = False
+    """Whether the embedding is the head too: the checkpoint stores no `head.weight`."""
     bos_token_id: TokenId | None = None
     eos_token_id: TokenId | list[TokenId] | None = None
     residual: Residual

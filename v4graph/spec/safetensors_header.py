@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from v4graph.errors import SpecError
+from v4graph.words import counted
 
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
@@ -147,7 +148,9 @@ def read_header(path: Path) -> dict[str, Any]:
             raise SpecError(f"{path.name}: not a safetensors file: header length {length}")
         raw = file.read(length)
     if len(raw) < length:
-        raise SpecError(f"{path.name}: the header is cut short: {len(raw)} of {length} bytes")
+        raise SpecError(
+            f"{path.name}: the header is cut short: {len(raw)} of {counted(length, 'byte')}"
+        )
     try:
         header = json.loads(raw)
     except ValueError as fault:

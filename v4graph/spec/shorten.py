@@ -11,6 +11,7 @@ from v4graph.spec.model import (
     Speculation,
     StoredDrafter,
 )
+from v4graph.words import counted
 
 
 def first_layers(spec: ModelSpec, count: int) -> ModelSpec:
@@ -23,7 +24,9 @@ def first_layers(spec: ModelSpec, count: int) -> ModelSpec:
     """
     kinds = spec.layer_kinds
     if not 1 <= count <= len(kinds):
-        raise SpecError(f"{spec.name}: {count} layers; expected 1 to {len(kinds)}, all it has")
+        raise SpecError(
+            f"{spec.name}: {counted(count, 'layer')}; expected 1 to {len(kinds)}, all it has"
+        )
     kept = kinds[:count]
     drafts = [m for m in spec.speculative.values() if isinstance(m, StoredDrafter)]
     attention = {a for a, _ in kept} | {m.attention for m in drafts}
@@ -54,7 +57,7 @@ def _shortened(mode: Speculation, count: int, spec: ModelSpec) -> Speculation:
     down = max(last - (count - 1), 0)
     if down > first:
         raise SpecError(
-            f"{spec.name}: {count} layers; expected at least {last - first + 1} for "
+            f"{spec.name}: {counted(count, 'layer')}; expected at least {last - first + 1} for "
             f"target_layer_ids {mode.target_layer_ids}"
         )
     return mode.model_copy(update={"target_layer_ids": [i - down for i in mode.target_layer_ids]})

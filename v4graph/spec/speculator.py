@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from v4graph.words import counted
+
 _MTP = re.compile(r"mtp\.(\d+)\.(?:e_proj|h_proj|enorm|hnorm)\..+")
 _DSPARK = re.compile(r"mtp\.(\d+)\.(?:main_proj|main_norm|markov_head|confidence_head)\..+")
 
@@ -27,7 +29,7 @@ SHOWN: dict[str, str] = {
 
 def mtp_layers(count: int) -> str:
     """So many MTP layers, in words."""
-    return f"{count} MTP layer" + ("" if count == 1 else "s")
+    return counted(count, "MTP layer")
 
 
 @dataclass(frozen=True)
