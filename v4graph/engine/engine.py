@@ -297,7 +297,7 @@ class LLMEngine:
             return None
         count = request.params.logprobs
         logprobs = None if told is None or count is None else told.tell(kept, count)
-        return StepOutput(request.request_id, kept, reason, logprobs)
+        return StepOutput(request.request_id, kept, reason, logprobs, request.num_cached_tokens)
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
         p = request.params
