@@ -120,9 +120,11 @@ class LLMEngine:
         speculative = config.speculative or next(iter(spec.speculative), "none")
         if config.keep_stored(spec):
             device = config.torch_device()
-            params = load_quantised(spec, weights, dtype, progress, device, speculative)
+            params = load_quantised(
+                spec, weights, dtype, progress, device, speculative, config.allow_nonfinite
+            )
         else:
-            plain = load_params(spec, weights, dtype, progress, speculative)
+            plain = load_params(spec, weights, dtype, progress, speculative, config.allow_nonfinite)
             return cls.from_params(spec, plain, config, progress)
         return cls.from_params(spec, params, config, progress)
 

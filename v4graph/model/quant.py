@@ -104,10 +104,3 @@ def decode_fp4(packed: Tensor, scale: Tensor) -> Tensor:
     out = pairs[packed.view(torch.uint8).to(torch.int32)]
     out = out.view(*scale.shape, FP4_GROUP).mul_(decode_scale(scale)[..., None])
     return out.flatten(-2)
-
-
-def count_nan(tensor: Tensor) -> int:
-    """NaN codes of an e4m3 weight, or scales of any dtype that are NaN or infinite."""
-    if tensor.dtype is torch.float8_e4m3fn:
-        return int(((tensor.view(torch.uint8) & 0x7F) == 0x7F).sum())
-    return int((~decode_scale(tensor).isfinite()).sum())
