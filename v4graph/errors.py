@@ -19,6 +19,10 @@ class WeightsError(V4GraphError):
     """A checkpoint does not hold exactly the tensors that the plan lists."""
 
 
+class NonFiniteWeightsError(WeightsError):
+    """A checkpoint holds NaN or infinite values; the message names tensors and counts."""
+
+
 class ProgramError(V4GraphError):
     """A step program broke its contract (stale stamp, moved buffer, recompilation)."""
 

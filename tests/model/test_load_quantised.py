@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.model.test_loader_quantised import EXPERT, QUERY, quantised_spec, stored_tensors
-from v4graph.errors import WeightsError
+from v4graph.errors import NonFiniteWeightsError, WeightsError
 from v4graph.model.loader import load_params, load_quantised
 from v4graph.model.quant import Fp4, Fp8Block
 from v4graph.spec.model import ModelSpec
@@ -117,7 +117,9 @@ def test_nan_codes_are_refused(byte: int, tmp_path: Path) -> None:
     stored[f"{QUERY}.weight"].view(torch.uint8)[3, 5] = byte
     save(stored, tmp_path)
     for load in (load_params, load_quantised):
-        with pytest.raises(WeightsError, match=rf"tensor {QUERY}\.weight: 1 of \d+ e4m3 codes"):
+        with pytest.raises(
+            NonFiniteWeightsError, match=rf"tensor {QUERY}\.weight: 1 of \d+ e4m3 codes"
+        ):
             load(spec, tmp_path, torch.float32)
 
 
@@ -133,8 +135,11 @@ def test_nan_scales_are_refused(name: str, scale: str, value: float, tmp_path: P
     else:
         stored[f"{name}.scale"][0, 0] = value
     save(stored, tmp_path)
-    with pytest.raises(WeightsError, match=rf"tensor {name}\.weight: 1 of \d+ scales"):
-        load_params(spec, tmp_path, torch.float32)
+    for load in (load_params, load_quantised):
+        with pytest.raises(
+            NonFiniteWeightsError, match=rf"tensor {name}\.weight: 1 of \d+ scales are NaN"
+        ):
+            load(spec, tmp_path, torch.float32)
 
 
 def test_faults_of_headers_are_told_together(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from tests.support import hf
 from tests.support.tiny import Tiny
-from v4graph.errors import WeightsError
+from v4graph.errors import NonFiniteWeightsError, WeightsError
+from v4graph.model import finite
 from v4graph.model.checkpoint import Checkpoint
-from v4graph.model.loader import load_params
+from v4graph.model.loader import load_params, load_quantised
 from v4graph.model.params import random_params, unstack_experts
 from v4graph.spec.safetensors_header import INDEX_FILE
 from v4graph.words import counted
@@ -26,6 +28,7 @@ PARAMS = random_params(SPEC, seed=5)
 STORED = {name: tensor.contiguous() for name, tensor in unstack_experts(PARAMS)}
 QUERY, EXPERT = "layers.0.attn.wq_a.weight", "layers.1.ffn.experts.3.w2.weight"
 TABLE = "layers.0.ffn.gate.tid2eid"
+Loader = Callable[..., dict[str, Any]]
 
 
 def write(directory: Path, shards: list[dict[str, Tensor]], index: bool = True) -> Path:
@@ -267,3 +270,70 @@ def test_what_transformers_saves(tmp_path: Path) -> None:
     (tmp_path / "modules").mkdir()
     got = load(write(tmp_path / "modules", split(modules, 2)))
     assert_same(got, main)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("loader", [load_params, load_quantised])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_are_not_finite_are_refused_by_name_and_count(
+    value: float, loader: Loader, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    tensors = {n: t.to(dtype) if n == QUERY else t.clone() for n, t in STORED.items()}
+    tensors[QUERY][1, 3] = value
+    tensors[EXPERT][0, :5] = value
+    write(tmp_path, split(tensors, 2))
+    with pytest.raises(NonFiniteWeightsError) as caught:
+        loader(SPEC, tmp_path, torch.float32)
+    message = str(caught.value)
+    assert "2 tensor(s)" in message
+    assert f"tensor {QUERY}: 1 of {STORED[QUERY].numel()} values are NaN or infinite" in message
+    assert f"tensor {EXPERT}: 5 of {STORED[EXPERT].numel()} values are NaN or infinite" in message
+    assert "--allow-nonfinite" in message
+
+
+def test_values_that_are_too_large_for_the_dtype_are_refused(tmp_path: Path) -> None:
+    tensors = {**STORED, QUERY: torch.full_like(STORED[QUERY], 3.4e38)}
+    load(write(tmp_path, [tensors]))
+    with pytest.raises(NonFiniteWeightsError, match=f"{QUERY}: finite as stored, but not in "):
+        load_params(SPEC, tmp_path, torch.bfloat16)
+
+
+@pytest.mark.parametrize("loader", [load_params, load_quantised])
+def test_allowed_they_are_loaded_and_told(
+    loader: Loader, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = {**STORED, QUERY: STORED[QUERY].clone()}
+    tensors[QUERY][1, 3] = float("nan")
+    params = loader(SPEC, write(tmp_path, [tensors]), torch.float32, allow_nonfinite=True)
+    assert params[QUERY].isnan().sum() == 1
+    assert f"tensor {QUERY}: 1 of" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu]
+)
+@pytest.mark.parametrize("place", [0, 12, 24])
+def test_one_bad_element_anywhere_is_seen_and_counted(
+    dtype: torch.dtype, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finite, "PIECE", 7)
+    values = torch.full((5, 5), 2.0).to(dtype)
+    flag = finite.any_nonfinite([values])
+    assert flag is not None
+    assert not flag
+    assert finite.count_nonfinite(values) == 0
+    values.view(-1)[place] = float("nan")
+    flag = finite.any_nonfinite([torch.ones(2), values])
+    assert flag is not None
+    assert flag
+    assert finite.count_nonfinite(values) == 1
+
+
+@pytest.mark.parametrize("byte", range(256))
+def test_every_code_that_is_nan_is_seen(byte: int) -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
+        code = torch.tensor([byte], dtype=torch.uint8).view(dtype)
+        flag = finite.any_nonfinite([code])
+        assert flag is not None
+        assert bool(flag) is bool(code.float().isnan().any())
+        assert finite.count_nonfinite(code) == int(flag)

@@ -37,6 +37,7 @@ def test_whole_answer(server: Server) -> None:
         "prompt_tokens": 3,
         "completion_tokens": 5,
         "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
@@ -131,6 +132,7 @@ def test_usage_chunk_precedes_done(server: Server, max_tokens: int) -> None:
         "prompt_tokens": 3,
         "completion_tokens": output,
         "total_tokens": 3 + output,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 

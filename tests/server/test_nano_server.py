@@ -48,6 +48,25 @@ def complete(nano: Server, prompt: Any, **options: Any) -> Any:
     return nano.client.completions.create(model=MODEL, prompt=prompt, **options)
 
 
+def cached(usage: Any) -> int:
+    return usage.prompt_tokens_details.cached_tokens
+
+
+def completion_usage(nano: Server, prompt: Any, stream: bool) -> Any:
+    return usage_of(nano.client.completions.create, stream, prompt=prompt)
+
+
+def chat_usage(nano: Server, messages: Any, stream: bool) -> Any:
+    return usage_of(nano.client.chat.completions.create, stream, messages=messages)
+
+
+def usage_of(create: Any, stream: bool, **body: Any) -> Any:
+    body |= {"model": MODEL, "max_tokens": 2, "temperature": 0}
+    if not stream:
+        return create(**body).usage
+    return list(create(**body, stream=True, stream_options={"include_usage": True}))[-1].usage
+
+
 def test_greedy_text_does_not_depend_on_the_batch(nano: Server) -> None:
     alone = [complete(nano, prompt).choices[0].text for prompt in PROMPTS]
     together = [choice.text for choice in complete(nano, PROMPTS).choices]
@@ -74,6 +93,26 @@ def test_stream_is_the_whole_text(nano: Server) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream[:-1]) == whole.choices[0].text
     assert stream[-2].choices[0].finish_reason == whole.choices[0].finish_reason
     assert stream[-1].usage == whole.usage
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_tells_cached_tokens_of_completions(nano: Server, stream: bool) -> None:
+    prompt, other = ([50 + stream + i * (7 + 2 * j) for i in range(100)] for j in range(2))
+    assert cached(completion_usage(nano, prompt, False)) == 0
+    before = nano.engine.metrics["prefix_hit_tokens"]
+    usage = completion_usage(nano, [prompt, other], stream)
+    hit = nano.engine.metrics["prefix_hit_tokens"] - before
+    assert 50 < cached(usage) == hit < 100
+    assert usage.prompt_tokens == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_tells_cached_tokens_of_chats(nano: Server, stream: bool) -> None:
+    messages = [{"role": "user", "content": f"{stream}: " + "a dog and a cat " * 14}]
+    assert cached(chat_usage(nano, messages, False)) == 0
+    before = nano.engine.metrics["prefix_hit_tokens"]
+    usage = chat_usage(nano, messages, stream)
+    assert 0 < cached(usage) == nano.engine.metrics["prefix_hit_tokens"] - before
 
 
 def test_seed_gives_equal_text(nano: Server) -> None:

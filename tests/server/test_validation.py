@@ -91,14 +91,26 @@ COMPLETION: list[tuple[str, Any]] = [
     ("prompt", []),
     ("prompt", 5),
     ("prompt", {}),
-    ("prompt", [[]]),
-    ("prompt", [1, "a"]),
-    ("prompt", [1.5]),
-    ("prompt", [True]),
-    ("prompt", [-1]),
+    ("prompt[0]", [[]]),
+    ("prompt[1]", [1, "a"]),
+    ("prompt[1]", [1, [2]]),
+    ("prompt[1]", [1, None]),
+    ("prompt[1]", [[5], "a"]),
+    ("prompt[1]", [[5], 6]),
+    ("prompt[1]", [[5], []]),
+    ("prompt[1]", ["a", [5]]),
+    ("prompt[2]", ["a", "b", 5]),
+    ("prompt[1][2]", [[5], [6, 7, "8"]]),
+    ("prompt[1][0]", [[5], [True]]),
+    ("prompt[0][0]", [[[5]]]),
+    ("prompt[0]", [{}]),
+    ("prompt[0]", [None]),
+    ("prompt[0]", [1.5]),
+    ("prompt[0]", [True]),
+    ("prompt[0]", [-1]),
     ("prompt", [10**6]),
     ("prompt", [2**70]),
-    ("prompt", [["a"]]),
+    ("prompt[0][0]", [["a"]]),
     ("prompt", "\ud83d"),
     ("prompt", OVER_LIMIT),
     ("prompt", [5] * 256),
@@ -244,6 +256,37 @@ def test_bodies_that_are_no_json_object(server: Server, content: bytes) -> None:
     answer = server.http.post("/v1/completions", content=content, headers=headers)
     assert answer.status_code == 400
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", '{"prompt": "a", "prompt": "b"}', "prompt"),
+        ("/v1/completions", '{"prompt": "a", "user": null, "user": null}', "user"),
+        ("/v1/completions", '{"prompt": "a", "logit_bias": {"5": 1, "5": 2}}', "logit_bias.5"),
+        ("/v1/completions", '{"user": {"a": 1, "a": 2}, "user": "b", "prompt": "c"}', "user"),
+        (
+            CHAT_PATH,
+            '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a", '
+            '"text": "b"}]}]}',
+            "messages[0].content[0].text",
+        ),
+        (
+            CHAT_PATH,
+            '{"messages": [{"role": "user", "content": "a"}], '
+            '"stream": true, "stream_options": {"include_usage": true, "include_usage": false}}',
+            "stream_options.include_usage",
+        ),
+    ],
+)
+def test_a_key_that_is_there_twice(server: Server, path: str, body: str, param: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = server.http.post(path, content=body, headers=headers)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (param, "duplicate_key")
+    assert param in error["message"]
+    assert server.engine.params == []
 
 
 def test_one_refused_prompt_refuses_the_request(server: Server) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from v4graph.cli.bench_report import Measured, figures, print_report, result_of
 from v4graph.cli.explain_plan import print_json
 from v4graph.cli.options import (
+    AllowNonfiniteOption,
     CheckedOption,
     CompileOption,
     DeviceOption,
@@ -70,6 +71,7 @@ def acceptance(
     compiled: CompileOption = True,
     checked: CheckedOption = False,
     overlap: OverlapOption = True,
+    allow_nonfinite: AllowNonfiniteOption = False,
     variants: Annotated[
         bool,
         typer.Option(
@@ -95,7 +97,13 @@ def acceptance(
     mode = _drafter(loaded, speculative)
     numbers = _numbers(num_draft_tokens, loaded, mode[0])
     prompts = _prompts(spec, weights, loaded, text or directory / "heldout.txt", num_prompts)
-    params = load_params(loaded, directory, torch.float32, speculative=mode[0])
+    params = load_params(
+        loaded,
+        directory,
+        torch.float32,
+        speculative=mode[0],
+        allow_nonfinite=allow_nonfinite,
+    )
     results, console = [], Console(stderr=True)
     for k in numbers:
         config = EngineConfig(

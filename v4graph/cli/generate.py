@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from v4graph.cli.options import (
+    AllowNonfiniteOption,
     CheckedOption,
     CompileOption,
     DeviceOption,
@@ -100,6 +101,7 @@ def generate(
     checked: CheckedOption = False,
     kernels: KernelsOption = "auto",
     weight_format: WeightFormatOption = "auto",
+    allow_nonfinite: AllowNonfiniteOption = False,
     speculative: SpeculativeOption = None,
     num_draft_tokens: NumDraftTokensOption = None,
     overlap: OverlapOption = True,
@@ -141,6 +143,7 @@ def generate(
         "checked": checked,
         "kernels": kernels,
         "weight_format": weight_format,
+        "allow_nonfinite": allow_nonfinite,
         "speculative": speculative,
         "num_draft_tokens": num_draft_tokens,
         "overlap": overlap,

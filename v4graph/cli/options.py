@@ -87,6 +87,14 @@ WeightFormatOption = Annotated[
     typer.Option(help="Keep FP8 and FP4 weights as stored, or decode them when loading."),
 ]
 
+AllowNonfiniteOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-nonfinite",
+        help="Load weights that are NaN or infinite; requests that they reach end with an error.",
+    ),
+]
+
 
 def num_bytes(option: str, text: str | None) -> int:
     """Bytes of a size such as `1000`, `512MiB` or `3.5GB`; 0 for None.

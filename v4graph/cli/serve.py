@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from v4graph.cli.options import (
+    AllowNonfiniteOption,
     CheckedOption,
     CompileOption,
     DeviceOption,
@@ -49,6 +50,7 @@ def serve(
     checked: CheckedOption = False,
     kernels: KernelsOption = "auto",
     weight_format: WeightFormatOption = "auto",
+    allow_nonfinite: AllowNonfiniteOption = False,
     speculative: SpeculativeOption = None,
     num_draft_tokens: NumDraftTokensOption = None,
     overlap: OverlapOption = True,
@@ -68,6 +70,7 @@ def serve(
         "checked": checked,
         "kernels": kernels,
         "weight_format": weight_format,
+        "allow_nonfinite": allow_nonfinite,
         "speculative": speculative,
         "num_draft_tokens": num_draft_tokens,
         "overlap": overlap,

@@ -32,6 +32,9 @@ class EngineConfig:
     weight_format: str = "auto"
     """`decoded` to `dtype`; `stored`, as the checkpoint holds them; `auto`: stored with operators
     on a GPU."""
+    allow_nonfinite: bool = False
+    """Load weights that are NaN or infinite, which is refused otherwise; each request that they
+    reach ends with an error."""
     seed: int = 0
     decode_buckets: tuple[int, ...] = ()
     prefill_buckets: tuple[tuple[int, int], ...] = ()

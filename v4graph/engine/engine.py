@@ -120,9 +120,11 @@ class LLMEngine:
         speculative = config.speculative or next(iter(spec.speculative), "none")
         if config.keep_stored(spec):
             device = config.torch_device()
-            params = load_quantised(spec, weights, dtype, progress, device, speculative)
+            params = load_quantised(
+                spec, weights, dtype, progress, device, speculative, config.allow_nonfinite
+            )
         else:
-            plain = load_params(spec, weights, dtype, progress, speculative)
+            plain = load_params(spec, weights, dtype, progress, speculative, config.allow_nonfinite)
             return cls.from_params(spec, plain, config, progress)
         return cls.from_params(spec, params, config, progress)
 
@@ -299,7 +301,7 @@ class LLMEngine:
             return None
         count = request.params.logprobs
         logprobs = None if told is None or count is None else told.tell(kept, count)
-        return StepOutput(request.request_id, kept, reason, logprobs)
+        return StepOutput(request.request_id, kept, reason, logprobs, request.num_cached_tokens)
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
         p = request.params

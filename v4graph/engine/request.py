@@ -190,6 +190,8 @@ class StepOutput:
     finish_reason: FinishReason | None
     logprobs: list[TokenLogprobs] | None = None
     """One a token, for a request that asked for them."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the request found in the prefix cache when it was first admitted."""
 
 
 @dataclass(eq=False)
@@ -200,6 +202,7 @@ class Request:
         token_ids: prompt and generated tokens.
         num_computed_tokens: tokens whose cache rows are valid once every launched step is done; of
             a round whose tokens are not read yet, the one that it surely adds.
+        num_cached_tokens: prompt tokens that its first admission found in the prefix cache.
         num_unread_drafts: drafts of such a round: it may have computed so many tokens more.
         slot: request-table row while running, 0 while waiting.
         num_unread_rounds: launched rounds that it takes part in and whose tokens are not read.
@@ -216,6 +219,7 @@ class Request:
     arrival: int
     rules: RuleRow | None = None
     num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
     num_unread_drafts: int = 0
     num_unread_rounds: int = 0
     slot: int = 0

@@ -172,6 +172,8 @@ class Scheduler:
             return 0
         self.waiting.popleft()
         request.slot = self._slots.pop()
+        if not request.num_preemptions:
+            request.num_cached_tokens = request.num_computed_tokens
         p = request.params
         self.pages.table.admit(
             request.slot,

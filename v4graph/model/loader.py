@@ -8,6 +8,7 @@ the resident set is the parameters, one mapped file and one decoded tensor.
 from __future__ import annotations
 
 import difflib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from v4graph.errors import WeightsError
+from v4graph.errors import NonFiniteWeightsError, WeightsError
 from v4graph.model.checkpoint import Checkpoint, TensorSource
+from v4graph.model.finite import any_nonfinite, count_nonfinite
 from v4graph.model.params import expert_place, logical_entries
 from v4graph.model.projections import StoredParam
 from v4graph.model.quant import (
@@ -26,7 +28,6 @@ from v4graph.model.quant import (
     FP8_BLOCK,
     Fp4,
     Fp8Block,
-    count_nan,
     scale_shape_fp4,
     scale_shape_fp8,
     stored_scale,
@@ -42,6 +43,7 @@ Format = Literal["plain", "fp8_block", "fp4"]
 _FLOATS = ("F32", "BF16", "F16")
 _SCALES = ("F8_E8M0", "F32", "U8")
 _SHOWN = 20
+_logger = logging.getLogger(__name__)
 
 
 def load_params(
@@ -50,6 +52,7 @@ def load_params(
     dtype: torch.dtype,
     progress: Progress | None = None,
     speculative: str | None = None,
+    allow_nonfinite: bool = False,
 ) -> dict[str, Tensor]:
     """Load, decode and stack a checkpoint.
 
@@ -61,6 +64,7 @@ def load_params(
         speculative: the speculative mode to load for. One that stores no weights leaves draft
             layers in the files unread; one that does must find its own kind there. If left out,
             the spec's draft layers are read, where the files hold any.
+        allow_nonfinite: log NaN and infinite values instead of refusing them.
 
     Returns:
         Tensors by name (see `v4graph.model.params`), on the CPU.
@@ -68,8 +72,9 @@ def load_params(
     Raises:
         WeightsError: draft layers of another kind than the mode's, or none; missing, unknown,
             misshapen or undecodable tensors, all of them by name.
+        NonFiniteWeightsError: values that are NaN or infinite, as stored or in `dtype`.
     """
-    load = _Load(spec, directory, dtype, torch.device("cpu"), speculative)
+    load = _Load(spec, directory, dtype, torch.device("cpu"), speculative, allow_nonfinite)
 
     def place(entry: TensorEntry) -> None:
         stored = load.read(entry)
@@ -88,6 +93,7 @@ def load_quantised(
     progress: Progress | None = None,
     device: torch.device | None = None,
     speculative: str | None = None,
+    allow_nonfinite: bool = False,
 ) -> dict[str, StoredParam]:
     """Load and stack a checkpoint without decoding it.
 
@@ -103,7 +109,8 @@ def load_quantised(
             gate and up matrices whose rows are no multiple of 128, for stacked they would share a
             block.
     """
-    load = _Load(spec, source, dtype, device or torch.device("cpu"), speculative)
+    place_on = device or torch.device("cpu")
+    load = _Load(spec, source, dtype, place_on, speculative, allow_nonfinite)
     kept: dict[str, Format] = {}
 
     def place(entry: TensorEntry) -> None:
@@ -159,11 +166,19 @@ class _Load:
         dtype: torch.dtype,
         device: torch.device,
         speculative: str | None,
+        allow_nonfinite: bool,
     ) -> None:
+        self._allow_nonfinite = allow_nonfinite
         self._checkpoint = Checkpoint(source) if isinstance(source, Path) else source
         self.directory = self._checkpoint.directory
         self._dtype, self._device = dtype, device
         self._entries, names = _wanted(spec, self._checkpoint, speculative)
+        # In one tensor: small ones of their own, kept among large ones, would split the heap.
+        on_meta = device.type == "meta"
+        self._flags = torch.zeros(
+            len(self._entries), dtype=torch.bool, device="cpu" if on_meta else device
+        )
+        self._number = {e.name: i for i, e in enumerate(self._entries)}
         self._stored = _check(self._checkpoint, self._entries, names)
         places = (expert_place(e.name) for e in self._entries)
         self._stack_size = Counter(p.key for p in places if p and p.half == 0)
@@ -185,6 +200,7 @@ class _Load:
             place(entry)
             if progress is not None:
                 progress("load", i + 1, len(in_files))
+        self._check_finite()
         self._checkpoint.close()
         order = dict.fromkeys(self.key(e.name) for e in self._entries)
         self.out = {key: self.out[key] for key in order}
@@ -199,7 +215,7 @@ class _Load:
         return {"F32": torch.float32, "I64": torch.int64}.get(entry.dtype, self._dtype)
 
     def read(self, entry: TensorEntry) -> StoredParam:
-        """A tensor as stored, its values checked as far as codes can be wrong."""
+        """A tensor as stored; the ids of a routing table are checked."""
         where = f"{self._checkpoint.directory}: tensor {entry.name}"
         value, stored = self._checkpoint.read(entry.name), self._stored[entry.name]
         if entry.dtype == "I64":
@@ -207,14 +223,8 @@ class _Load:
         if stored.form == "plain":
             return value
         scale = stored_scale(self._checkpoint.read(stored.scale))
-        if bad := count_nan(scale):
-            found = counted(scale.numel(), "scale is", "scales are")
-            raise WeightsError(f"{where}: {bad} of {found} NaN or infinite")
         if stored.form == "fp4":
             return Fp4(value.view(torch.uint8), scale)
-        if bad := count_nan(value):
-            found = counted(value.numel(), "e4m3 code is", "e4m3 codes are")
-            raise WeightsError(f"{where}: {bad} of {found} NaN")
         return Fp8Block(value, scale)
 
     def put(self, name: str, parts: list[Tensor], dtypes: list[torch.dtype]) -> None:
@@ -229,9 +239,45 @@ class _Load:
                 torch.empty(shape, dtype=dtype, device=self._device)
                 for shape, dtype in zip(shapes, dtypes, strict=True)
             ]
+        kept = []
         for whole, part in zip(self.out[key], parts, strict=True):
             own = whole[place.expert].chunk(place.halves)[place.half] if place else whole
-            own.copy_(part)
+            kept.append(own.copy_(part))
+        flag = any_nonfinite(kept)
+        if flag is not None:
+            self._flags[self._number[name]] = flag
+
+    def _check_finite(self) -> None:
+        """Refuse, or log, values that are no numbers; waits for the device once."""
+        marked = zip(self._entries, self._flags.tolist(), strict=True)
+        bad = [entry.name for entry, flag in marked if flag]
+        if not bad:
+            return
+        shown = "\n  ".join(f"tensor {name}: {self._nonfinite(name)}" for name in bad[:_SHOWN])
+        more = f"\n  and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        message = (
+            f"{self.directory}: {counted(len(bad), 'tensor holds', 'tensors hold')} values that are "
+            f"not finite, and would make every logit behind them NaN:\n  {shown}{more}"
+        )
+        if not self._allow_nonfinite:
+            raise NonFiniteWeightsError(f"{message}\n--allow-nonfinite loads them all the same")
+        _logger.warning("%s", message)
+
+    def _nonfinite(self, name: str) -> str:
+        """What of a tensor in the files is not finite."""
+        value, stored = self._checkpoint.read(name), self._stored[name]
+        found = [
+            (
+                value,
+                "values are NaN or infinite" if stored.form == "plain" else "e4m3 codes are NaN",
+            )
+        ]
+        if stored.scale:
+            scale = stored_scale(self._checkpoint.read(stored.scale))
+            found.append((scale, "scales are NaN or infinite"))
+        counts = [(count_nonfinite(tensor), tensor.numel(), what) for tensor, what in found]
+        told = [f"{bad} of {total} {what}" for bad, total, what in counts if bad]
+        return " and ".join(told) or f"finite as stored, but not in {self._dtype}"
 
 
 def _wanted(

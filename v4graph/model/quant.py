@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from v4graph.ops.quantised import FP4_GROUP, FP8_BLOCK, fp4_values, fp8_values, scale_values
+from v4graph.ops.quantised import FP4_GROUP, FP8_BLOCK, fp4_values, fp8_values
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,3 @@ def scale_shape_fp4(shape: tuple[int, ...]) -> tuple[int, ...]:
 def stored_scale(scale: Tensor) -> Tensor:
     """Scales in the dtype that they mean: U8 bytes, as some files store e8m0, become e8m0."""
     return scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale
-
-
-def count_nan(tensor: Tensor) -> int:
-    """NaN codes of an e4m3 weight, or scales of any dtype that are NaN or infinite."""
-    if tensor.dtype is torch.float8_e4m3fn:
-        return int(((tensor.view(torch.uint8) & 0x7F) == 0x7F).sum())
-    return int((~scale_values(tensor).isfinite()).sum())

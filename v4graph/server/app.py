@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI, Response
 
 from v4graph.engine.async_engine import AsyncEngine
+from v4graph.server.body import StrictRoute
 from v4graph.server.chat import add_chat
 from v4graph.server.common import check_model
 from v4graph.server.completions import add_completions
@@ -39,6 +40,7 @@ def create_app(async_engine: AsyncEngine, tokenizer: Tokenizer, model_name: str)
 
     # No BaseHTTPMiddleware here: it wraps receive(), which hides a client that leaves.
     app = FastAPI(title="v4graph", version=package_version(), lifespan=lifespan)
+    app.router.route_class = StrictRoute
     install_error_handlers(app)
     metrics = ServerMetrics(async_engine, model_name)
     serving = Serving(async_engine, tokenizer, metrics, model_name, int(time.time()))

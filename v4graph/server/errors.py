@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from v4graph.engine.async_engine import EngineDeadError
 from v4graph.errors import RequestError
+from v4graph.server.body import DuplicateKeyError
 from v4graph.server.protocol import UnsupportedFieldError
 
 
@@ -67,6 +68,8 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_http(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)  # noqa: S101 (registered for it)
         fault = ApiError(error.status_code, str(error.detail))
+        if isinstance(error, DuplicateKeyError):
+            fault = ApiError(400, str(error.detail), error.path, "duplicate_key")
         return JSONResponse(fault.body, status_code=fault.status, headers=error.headers)
 
     for kind in (ApiError, RequestError, EngineDeadError, Exception):
@@ -89,6 +92,8 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
     param = ""
     for key in path:
         param += f"[{key}]" if isinstance(key, int) else f".{key}" if param else str(key)
+    # A check of a whole field tells where in it the fault lies.
+    param += first.get("ctx", {}).get("path", "")
     if first["type"] == "extra_forbidden":
         return ApiError(
             400, f"{param}: this field is not supported", param, code="unsupported_field"

@@ -58,6 +58,7 @@ class Generation:
         self._open: set[int] = set()
         self._num_prompt_tokens = 0
         self._num_completion_tokens = 0
+        self._num_cached_tokens: dict[int, int] = {}
 
     async def submit(self, prompts: Sequence[list[int]]) -> None:
         """Submit all prompts (token ids of each choice) at once; if one is refused, none runs.
@@ -91,7 +92,11 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Token counts so far."""
-        return Usage.of(self._num_prompt_tokens, self._num_completion_tokens)
+        return Usage.of(
+            self._num_prompt_tokens,
+            self._num_completion_tokens,
+            sum(self._num_cached_tokens.values()),
+        )
 
     def close(self) -> None:
         """Abort what still runs; idempotent."""
@@ -135,6 +140,7 @@ class Generation:
         output = OutputText(self._serving.tokenizer, body.stop, self._thinking, body.min_tokens)
         told: list[TokenLogprobs] = []
         async for step in stream:
+            self._num_cached_tokens[index] = step.num_cached_tokens
             # The token that ended the text is counted, but has no text of its own.
             ended = step.finish_reason is FinishReason.STOP
             delta = output.push(step.token_ids[:-1] if ended else step.token_ids)

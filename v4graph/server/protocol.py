@@ -72,23 +72,42 @@ def _check_stop(value: Any) -> Any:
     return stops
 
 
-def _is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
-
-
 def _check_prompt(value: Any) -> Any:
-    """One prompt or a list of prompts, as a list of prompts."""
-    prompts = [value] if isinstance(value, str) or (value and _is_token_ids(value)) else value
-    if (
-        not isinstance(prompts, list)
-        or not prompts
-        or not all(isinstance(p, str) or _is_token_ids(p) for p in prompts)
-    ):
-        raise PydanticCustomError(
-            "prompt_type",
-            "must be a string, a list of token ids, or a list of those with at least one entry",
+    """One prompt or a list of prompts, all texts or all token ids, as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise _prompt_fault(
+            "",
+            "must be a string, a list of token ids, a list of strings or a list of lists of token "
+            "ids, with at least one entry",
         )
-    return prompts
+    first = value[0]
+    if isinstance(first, str):
+        for i, item in enumerate(value):
+            if not isinstance(item, str):
+                raise _prompt_fault(f"[{i}]", "must be a string, as the entries before it are")
+        return value
+    if not isinstance(first, list):
+        _check_token_ids(value, "", "a string, a token id or a list of token ids")
+        return [value]
+    for i, item in enumerate(value):
+        if not isinstance(item, list) or not item:
+            raise _prompt_fault(f"[{i}]", "must be a list of at least one token id")
+        _check_token_ids(item, f"[{i}]", "a token id")
+    return value
+
+
+def _check_token_ids(ids: list[Any], path: str, wanted: str) -> None:
+    for i, item in enumerate(ids):
+        # Not isinstance: JSON's true is no number.
+        if type(item) is not int or item < 0:
+            wanted = wanted if i == 0 else "a token id"
+            raise _prompt_fault(f"{path}[{i}]", f"must be {wanted}, got {json.dumps(item)}")
+
+
+def _prompt_fault(path: str, message: str) -> PydanticCustomError:
+    return PydanticCustomError("prompt_type", "{text}", {"text": message, "path": path})
 
 
 def _check_content(value: Any) -> Any:

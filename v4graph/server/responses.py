@@ -13,6 +13,13 @@ from pydantic import BaseModel
 FinishName = Literal["stop", "length"]
 
 
+class PromptTokensDetails(BaseModel):
+    """Which of a request's prompt tokens needed no computing."""
+
+    cached_tokens: int
+    """Prompt tokens whose cache rows were kept from earlier requests."""
+
+
 class Usage(BaseModel):
     """Token counts of a request, all its choices together."""
 
@@ -20,14 +27,16 @@ class Usage(BaseModel):
     completion_tokens: int
     """Generated tokens, an EOS included; tokens after a stop string are not counted."""
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int) -> Usage:
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
         """The counts with their sum."""
         return cls(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
         )
 
 
