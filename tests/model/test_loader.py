@@ -285,7 +285,7 @@ def test_values_that_are_not_finite_are_refused_by_name_and_count(
     with pytest.raises(NonFiniteWeightsError) as caught:
         loader(SPEC, tmp_path, torch.float32)
     message = str(caught.value)
-    assert "2 tensor(s)" in message
+    assert "2 tensors hold" in message
     assert f"tensor {QUERY}: 1 of {STORED[QUERY].numel()} values are NaN or infinite" in message
     assert f"tensor {EXPERT}: 5 of {STORED[EXPERT].numel()} values are NaN or infinite" in message
     assert "--allow-nonfinite" in message

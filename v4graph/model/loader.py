@@ -255,9 +255,10 @@ class _Load:
             return
         shown = "\n  ".join(f"tensor {name}: {self._nonfinite(name)}" for name in bad[:_SHOWN])
         more = f"\n  and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        held = counted(len(bad), "tensor holds", "tensors hold")
         message = (
-            f"{self.directory}: {counted(len(bad), 'tensor holds', 'tensors hold')} values that are "
-            f"not finite, and would make every logit behind them NaN:\n  {shown}{more}"
+            f"{self.directory}: {held} values that are not finite, and would make every "
+            f"logit behind them NaN:\n  {shown}{more}"
         )
         if not self._allow_nonfinite:
             raise NonFiniteWeightsError(f"{message}\n--allow-nonfinite loads them all the same")
