@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from v4graph.words import counted
+
 
 class V4GraphError(Exception):
     """Base of every fault that a user can cause and repair."""
@@ -33,6 +35,19 @@ class CacheError(V4GraphError):
 
 class ServeError(V4GraphError):
     """The server cannot listen where it was told to."""
+
+
+class NonFiniteLogitsError(V4GraphError):
+    """A request ended because the model's logits became NaN or infinite."""
+
+    @classmethod
+    def after(cls, num_tokens: int) -> NonFiniteLogitsError:
+        """What a request is told that had so many tokens generated."""
+        return cls(
+            f"the model's logits became NaN or infinite after "
+            f"{counted(num_tokens, 'generated token')}: its weights are faulty or its arithmetic "
+            "overflowed, and no token can be chosen"
+        )
 
 
 class RequestError(V4GraphError):

@@ -294,8 +294,9 @@ def test_values_that_are_not_finite_are_refused_by_name_and_count(
 def test_values_that_are_too_large_for_the_dtype_are_refused(tmp_path: Path) -> None:
     tensors = {**STORED, QUERY: torch.full_like(STORED[QUERY], 3.4e38)}
     load(write(tmp_path, [tensors]))
+    bf16 = SPEC.model_copy(update={"weights": SPEC.weights.model_copy(update={"linear": "bf16"})})
     with pytest.raises(NonFiniteWeightsError, match=f"{QUERY}: finite as stored, but not in "):
-        load_params(SPEC, tmp_path, torch.bfloat16)
+        load_params(bf16, tmp_path, torch.bfloat16)
 
 
 @pytest.mark.parametrize("loader", [load_params, load_quantised])

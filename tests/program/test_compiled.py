@@ -118,7 +118,7 @@ def test_a_recompilation_while_serving_is_an_error(compiled: LLMEngine) -> None:
     step = program(compiled, Mode.DECODE)
     stage = step.stages[0]
     with torch.no_grad(), pytest.raises(Exception, match="recompiled while serving"):
-        stage.settle(step.host, torch.zeros(3, 7), Variant())
+        stage.settle(step.host, torch.zeros(3, 7), Variant(), torch.ones(3, dtype=torch.bool))
 
 
 def test_warm_up_leaves_no_trace(compiled: LLMEngine) -> None:

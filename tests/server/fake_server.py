@@ -43,6 +43,8 @@ class FakeEngine:
     endless: bool = False
     """Repeat the answer until max_tokens; no EOS."""
     fail_after_steps: int | None = None
+    faulty_prompt: list[int] | None = None
+    """Its request ends with a fault of the logits behind its second token."""
     max_model_len: int = 256
     num_steps: int = 0
     num_aborts: int = 0
@@ -114,6 +116,8 @@ class FakeEngine:
             finish = FinishReason.STOP
         elif request.num_generated == request.params.max_tokens:
             finish = FinishReason.LENGTH
+        if request.prompt_ids == self.faulty_prompt and request.num_generated >= 2:
+            finish = FinishReason.ERROR
         if finish is not None:
             del self.running[request_id]
         told = None

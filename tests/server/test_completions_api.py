@@ -227,3 +227,20 @@ def test_engine_fault_ends_a_stream_with_an_error_event(
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["the", " quick"]
     assert last["error"]["type"] == "server_error"
     assert "planted fault" in last["error"]["message"]
+
+
+def test_logits_that_are_not_finite_are_an_error_of_their_request(server: Server) -> None:
+    server.engine.faulty_prompt = [5, 6]
+    answer = server.http.post("/v1/completions", json={"prompt": [5, 6]})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "nonfinite_logits"
+    assert "after 2 generated" in answer.json()["error"]["message"]
+    assert server.http.post("/v1/completions", json={"prompt": [5]}).is_success
+
+
+def test_in_a_stream_they_are_an_error_event(server: Server) -> None:
+    server.engine.faulty_prompt = [5, 6]
+    *chunks, last = events(server, prompt=[5, 6])
+    assert "".join(c["choices"][0]["text"] for c in chunks) == "the quick"
+    assert all(c["choices"][0]["finish_reason"] is None for c in chunks)
+    assert last["error"]["code"] == "nonfinite_logits"

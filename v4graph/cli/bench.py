@@ -25,7 +25,7 @@ from v4graph.cli.options import (
     load_tokenizer,
     weights_directory,
 )
-from v4graph.errors import PlanError, RequestError
+from v4graph.errors import NonFiniteLogitsError, PlanError, RequestError
 from v4graph.plan.lower import MAX_DRAFT_TOKENS, speculation_plan
 from v4graph.plan.types import Limits
 from v4graph.words import counted
@@ -225,7 +225,7 @@ def measure(
     Timed in a second run without a recorder, which reads drafts back.
     """
     from v4graph.engine.engine import LLMEngine
-    from v4graph.engine.request import SamplingParams
+    from v4graph.engine.request import FinishReason, SamplingParams
     from v4graph.engine.rounds import DraftCounts
 
     engine = LLMEngine.from_params(spec, dict(params), config)
@@ -241,6 +241,9 @@ def measure(
         while engine.has_unfinished():
             for out in engine.step():
                 sequences[out.request_id] += out.token_ids
+                if out.finish_reason is FinishReason.ERROR:
+                    prompt = prompts[int(out.request_id.removeprefix(prefix))]
+                    raise NonFiniteLogitsError.after(len(sequences[out.request_id]) - len(prompt))
         return time.perf_counter() - start
 
     engine.recorder = lambda r: rounds.setdefault(r.request_id, []).append(r)

@@ -47,7 +47,7 @@ from v4graph.cli.sampling import (
     parse_logit_bias,
     told,
 )
-from v4graph.errors import RequestError
+from v4graph.errors import NonFiniteLogitsError, RequestError
 from v4graph.words import counted
 
 if TYPE_CHECKING:
@@ -182,6 +182,7 @@ def generate(
         typer.echo(json.dumps(run.report(stages), ensure_ascii=False))
     else:
         typer.echo(run.summary(stages), err=True)
+    run.check()
 
 
 def _check_prompts(
@@ -307,6 +308,19 @@ class Run:
             sys.stdout.write("\n")
             self._num_done += 1
         sys.stdout.flush()
+
+    def check(self) -> None:
+        """After everything was printed.
+
+        Raises:
+            NonFiniteLogitsError: a prompt's logits became NaN or infinite.
+        """
+        failed = [i for i, output in enumerate(self._outputs) if output.finish_reason == "error"]
+        if failed:
+            count = len(self._outputs)
+            which = f" (prompts {', '.join(str(i + 1) for i in failed)} of {count})"
+            error = NonFiniteLogitsError.after(len(self._outputs[failed[0]].token_ids))
+            raise NonFiniteLogitsError(f"{error}{which if count > 1 else ''}")
 
     def _totals(self) -> tuple[int, int]:
         prompt = sum(output.num_prompt_tokens for output in self._outputs)

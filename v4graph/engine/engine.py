@@ -62,6 +62,7 @@ class LLMEngine:
         self._arrivals = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
+        self._num_faults = 0
         self._unread: Round | None = None
         self.draft_counts = DraftCounts()
         self.recorder: Recorder | None = None
@@ -238,7 +239,7 @@ class LLMEngine:
     def _read(self, done: Round) -> list[StepOutput]:
         outputs = []
         verifying = done.batch.mode is Mode.TARGET_VERIFY
-        rows, num_drafts = done.tokens.wait()
+        rows, num_drafts, faults = done.tokens.wait()
         told = done.tokens.logprobs()
         for i, (request, count) in enumerate(
             zip(done.batch.requests, done.batch.num_scheduled_tokens, strict=True)
@@ -247,13 +248,15 @@ class LLMEngine:
             if self._requests.get(request.request_id) is not request:
                 continue  # aborted, or it ended in the round before
             tokens = rows[i]
-            if verifying:
+            # A round with a fault is the request's last: its counts serve nobody.
+            if verifying and not faults[i]:
                 if not tokens:
                     raise ProgramError(
                         f"{request.request_id}: a verification that committed no token"
                     )
                 self._count_round(request, (count - 1, num_drafts[i]), tokens, done, i)
-            output = self._append(request, tokens, None if told is None else told[i])
+            logprobs = None if told is None else told[i]
+            output = self._append(request, tokens, logprobs, faults[i])
             if output is not None:
                 outputs.append(output)
             if output is None or output.finish_reason is None:
@@ -279,9 +282,12 @@ class LLMEngine:
             self.recorder(RoundRecord(request.request_id, known, done.drafts[index], tokens))
 
     def _append(
-        self, request: Request, tokens: list[int], told: RowLogprobs | None
+        self, request: Request, tokens: list[int], told: RowLogprobs | None, faulty: bool
     ) -> StepOutput | None:
-        """Give a request its new tokens, up to one that ends it; None when there are none."""
+        """Give a request its new tokens, up to one that ends it; None when there are none.
+
+        `faulty`: the logits behind them were not finite, which ends it unless a token did.
+        """
         if tokens and request.num_generated_tokens == 0:
             self._prompt_tokens += request.num_prompt_tokens
         kept: list[int] = []
@@ -293,11 +299,16 @@ class LLMEngine:
             if reason is not None:
                 break
         self._generated_tokens += len(kept)
-        self.pages.publish(request, reason is not None)
+        if faulty and reason is None:
+            # Its newest rows may hold what is no number: they are published no more.
+            reason = FinishReason.ERROR
+            self._num_faults += 1
+        else:
+            self.pages.publish(request, reason is not None)
         if reason is not None:
             del self._requests[request.request_id]
             self.scheduler.finish(request)
-        if not kept:
+        if not kept and reason is None:
             return None
         count = request.params.logprobs
         logprobs = None if told is None or count is None else told.tell(kept, count)
@@ -326,6 +337,7 @@ class LLMEngine:
             "num_rounds": self.draft_counts.rounds,
             "draft_tokens": self.draft_counts.drafts,
             "accepted_draft_tokens": self.draft_counts.accepted,
+            "num_nonfinite_requests": self._num_faults,
             "num_recompilations": self.programs.compiler.recompilations,
         }
         if self.pages.prefix is not None:

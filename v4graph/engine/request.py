@@ -169,6 +169,8 @@ class FinishReason(str, Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
+    """The model's logits became NaN or infinite behind its last token."""
 
 
 @dataclass(frozen=True)

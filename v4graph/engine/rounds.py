@@ -10,6 +10,7 @@ from torch import Tensor
 
 from v4graph.engine.request import Request, TokenLogprobs
 from v4graph.engine.scheduler import ScheduledBatch
+from v4graph.program.settle import FAULT
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,16 @@ class Readback:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def wait(self) -> tuple[list[list[int]], list[int]]:
-        """The tokens of every request, without the -1 behind the last, and the drafts of each that
-        were verified."""
+    def wait(self) -> tuple[list[list[int]], list[int], list[bool]]:
+        """The tokens of every request, without the -1 behind the last; the drafts of each that
+        were verified; and whether its logits behind these tokens were not finite."""
         Readback.num_waits += 1
         if self._event is not None:
             self._event.synchronize()
         rows = self._tokens.tolist()
         drafts = [row.pop() if self._with_drafts else 0 for row in rows]
-        return [[t for t in row if t >= 0] for row in rows], drafts
+        faults = [FAULT in row for row in rows]
+        return [[t for t in row if t >= 0] for row in rows], drafts, faults
 
     def logprobs(self) -> list[RowLogprobs] | None:
         """After `wait`: of every request, if the round told them."""

@@ -1,7 +1,10 @@
 """From logits to committed tokens or drafts: what ends each stage of a round.
 
 Every function takes (request table, host lists, static buffers, logits) and is a region of its
-own. The `sample` variants run when any request of the batch has a temperature; in them a request
+own. What the main model's logits decide takes one thing more: which rows of the model's own logits,
+before any rule, are finite. A request whose row is not gets `FAULT` instead of a token.
+
+The `sample` variants run when any request of the batch has a temperature; in them a request
 without one is a distribution with a single token. `process` may come before them and
 `tell_logprobs` behind.
 """
@@ -9,7 +12,6 @@ without one is a distribution with a single token. `process` may come before the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +36,10 @@ from v4graph.program.commit import (
 from v4graph.program.rules import unpack
 
 Tensors = dict[str, Tensor]
-Settle = Callable[[Tensors, Tensors, Tensors, Tensor], Any]
+Settle = Callable[[Tensors, Tensors, Tensors, Tensor, Tensor], Tensor]
+Draft = Callable[[Tensors, Tensors, Tensors, Tensor], None]
+FAULT = -2
+"""In place of a token: the model's logits were NaN or infinite. The host ends the request."""
 
 
 def process(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) -> Tensor:
@@ -71,27 +76,55 @@ def tell_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, T
     return logprobs(logits.unflatten(0, tokens.shape), tokens, count)
 
 
-def choose_greedy(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) -> Tensor:
+def finite_rows(logits: Tensor) -> Tensor:
+    """Which rows of `logits [..., V]` hold finite numbers only, bool `[...]`."""
+    return logits.isfinite().all(-1)
+
+
+def mark_faults(tokens: Tensor, finite: Tensor) -> Tensor:
+    """New `tokens [R, W]` up to the first that rests on logits that are not finite.
+
+    There stands `FAULT`, and -1 behind it. The table keeps what was chosen, a valid id: the request
+    may be in a launched round already.
+
+    Args:
+        finite: bool `[R x W]`, of the row that each token was chosen from.
+    """
+    bad = (tokens >= 0) & ~finite.view(tokens.shape)
+    count = bad.to(torch.int64).cumsum(1)
+    return torch.where(count > 0, torch.where(bad & (count == 1), FAULT, -1), tokens)
+
+
+def choose_greedy(
+    table: Tensors, host: Tensors, buf: Tensors, logits: Tensor, finite: Tensor
+) -> Tensor:
     """Commit the likeliest token of `logits [R, V]`; the new tokens `[R, 1]`."""
-    return commit_sampled(table, host, buf, logits.argmax(-1))
+    return mark_faults(commit_sampled(table, host, buf, logits.argmax(-1)), finite)
 
 
-def choose_sample(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) -> Tensor:
+def choose_sample(
+    table: Tensors, host: Tensors, buf: Tensors, logits: Tensor, finite: Tensor
+) -> Tensor:
     """Commit a token drawn from `logits [R, V]`; the new tokens `[R, 1]`."""
     slots = host["slots"]
     number = uniform(table["seed"][slots], table["num_tokens"][slots])
-    return commit_sampled(table, host, buf, draw(_probabilities(table, slots, logits), number))
+    token = draw(_probabilities(table, slots, logits), number)
+    return mark_faults(commit_sampled(table, host, buf, token), finite)
 
 
-def verify_drafts_greedy(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) -> Tensor:
+def verify_drafts_greedy(
+    table: Tensors, host: Tensors, buf: Tensors, logits: Tensor, finite: Tensor
+) -> Tensor:
     """Accept the drafts that are the main model's own choices; the new tokens `[R, k + 1]`."""
     slots = host["slots"]
     rows = logits.unflatten(0, (slots.shape[0], -1))
     accepted, token = verify_greedy(rows, table["draft_tokens"][slots], buf["num_drafts"])
-    return commit_verified(table, host, buf, accepted, token)
+    return mark_faults(commit_verified(table, host, buf, accepted, token), finite)
 
 
-def verify_drafts_sample(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) -> Tensor:
+def verify_drafts_sample(
+    table: Tensors, host: Tensors, buf: Tensors, logits: Tensor, finite: Tensor
+) -> Tensor:
     """Rejection sampling against what the drafts were drawn from; the new tokens `[R, k + 1]`."""
     slots = host["slots"]
     rows = logits.unflatten(0, (slots.shape[0], -1))
@@ -110,14 +143,16 @@ def verify_drafts_sample(table: Tensors, host: Tensors, buf: Tensors, logits: Te
         table["seed"][slots],
         table["num_tokens"][slots],
     )
-    return commit_verified(table, host, buf, accepted, token)
+    return mark_faults(commit_verified(table, host, buf, accepted, token), finite)
 
 
 def with_lookup(settle: Settle, k: int, ngram: tuple[int, int]) -> Settle:
     """`settle`, and then drafts for every request that it gave a token, by prompt lookup."""
 
-    def settle_and_look_up(table: Tensors, host: Tensors, buf: Tensors, logits: Tensor) -> Tensor:
-        tokens = settle(table, host, buf, logits)
+    def settle_and_look_up(
+        table: Tensors, host: Tensors, buf: Tensors, logits: Tensor, finite: Tensor
+    ) -> Tensor:
+        tokens = settle(table, host, buf, logits, finite)
         slots = host["slots"]
         drafts, count = lookup(table["token_ids"][slots], table["num_tokens"][slots], k, *ngram)
         commit_lookup(table, host, buf, drafts, count)

@@ -7,7 +7,7 @@ written by its own prepare in the same round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,10 +29,12 @@ from v4graph.spec.model import ModelSpec
 from v4graph.words import counted
 
 Tensors = dict[str, Tensor]
-_SETTLE = {
+_SETTLE: dict[Mode, tuple[settle.Settle, settle.Settle]] = {
     Mode.PREFILL: (settle.choose_greedy, settle.choose_sample),
     Mode.DECODE: (settle.choose_greedy, settle.choose_sample),
     Mode.TARGET_VERIFY: (settle.verify_drafts_greedy, settle.verify_drafts_sample),
+}
+_DRAFT: dict[Mode, tuple[settle.Draft, settle.Draft]] = {
     Mode.DRAFT_EXTEND: (settle.draft_greedy, settle.draft_sample),
     Mode.DRAFT_CHAIN: (settle.draft_greedy, settle.draft_sample),
     Mode.DRAFT_DECODE: (settle.draft_greedy, settle.draft_sample),
@@ -150,16 +152,9 @@ class Stage:
         if self._layers:
             self._build_layers()
         if "do_sample" in self.buf:
-            settles: tuple[settle.Settle, ...] = _SETTLE[mode]
-            drafting = plan.speculation
-            if drafting.kind == "ngram":
-                settles = tuple(
-                    settle.with_lookup(fn, drafting.num_draft_tokens, drafting.ngram)
-                    for fn in settles
-                )
             self._settle = {
                 random: self.region("sample" if random else "greedy", fn)
-                for random, fn in zip((False, True), settles, strict=True)
+                for random, fn in zip((False, True), self._settles(), strict=True)
             }
         limits = plan.limits
         if self._layers and limits.logits_processing:
@@ -176,10 +171,25 @@ class Stage:
         self.regions[name] = self._compiler.region(key, fn, self.bucket.num_tokens)
         return self.regions[name]
 
+    def _settles(self) -> Sequence[Callable[..., Any]]:
+        """What the logits decide: greedy, sampled."""
+        drafting = self.state.plan.speculation
+        if self.mode in _DRAFT:
+            return _DRAFT[self.mode]
+        if drafting.kind != "ngram":
+            return _SETTLE[self.mode]
+        k, ngram = drafting.num_draft_tokens, drafting.ngram
+        return [settle.with_lookup(fn, k, ngram) for fn in _SETTLE[self.mode]]
+
     def _build_layers(self) -> None:
         spec, head = self.state.spec, Head(self.state.spec)
+
+        def logits_of(x: Tensor, rows: Tensor | None, top: Tensors) -> tuple[Tensor, Tensor]:
+            logits = head.logits(x, rows, top)
+            return logits, settle.finite_rows(logits)
+
         self._embed = self.region("embed", head.embed)
-        self._head = self.region("head", head.logits)
+        self._head = self.region("head", logits_of)
         if self.state.plan.speculation.target_layers:
             self._features = self.region("features", features)
         operators = self.state.operators
@@ -204,15 +214,16 @@ class Stage:
         if checked:
             self.check_prepared(host, step)
 
-    def main(self) -> tuple[Tensor, Tensor]:
-        """The main model: logits (of the due rows, or of all), and of all rows what the stages
-        behind take over: the streams, or the features of DSpark's target layers."""
+    def main(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The main model: logits (of the due rows, or of all), which of these rows are finite, and
+        of all rows what the stages behind take over: the streams, or the features of DSpark's
+        target layers."""
         targets = self.state.plan.speculation.target_layers
         kept: list[Tensor] = []
         x = self._embed(self.buf["input_ids"], self.state.top["embed.weight"])
         x = self._run(x, targets, kept)
-        logits = self._head(x, self.buf.get("logits_rows"), self.state.top)
-        return logits, self._features(*kept) if targets else x
+        logits, finite = self._head(x, self.buf.get("logits_rows"), self.state.top)
+        return logits, finite, self._features(*kept) if targets else x
 
     def draft(self, streams: Tensor, host: Tensors, variant: Variant) -> Tensor:
         """A stage behind the main model (`program/drafting.py`): what it drafts is settled.
@@ -222,11 +233,15 @@ class Stage:
         """
         raise ProgramError(f"{self.mode.value} drafts nothing")
 
-    def settle(self, host: Tensors, logits: Tensor, variant: Variant) -> Tensor:
-        """Commit what the logits decide; new tokens after a stage of the main model."""
+    def settle(
+        self, host: Tensors, logits: Tensor, variant: Variant, finite: Tensor | None = None
+    ) -> Tensor:
+        """Commit what the logits decide; new tokens after a stage of the main model, which hands
+        over which rows are `finite`."""
         if variant.processed:
             logits = self._process(self._table, host, self.buf, logits)
-        return self._settle[variant.random](self._table, host, self.buf, logits)
+        flags = () if finite is None else (finite,)
+        return self._settle[variant.random](self._table, host, self.buf, logits, *flags)
 
     def logprobs(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of the new tokens and of the likeliest ones (`ops.logits.logprobs`)."""

@@ -30,7 +30,8 @@ class StepResult:
     """What a round leaves in its static output buffers: read before the program's next run."""
 
     tokens: Tensor
-    """`[R, W]` int64, the new tokens of each request; -1 behind the last one."""
+    """`[R, W]` int64, the new tokens of each request; -1 behind the last one. `settle.FAULT` ends
+    those of a request whose logits are not finite."""
     logits: Tensor
     """`[R, V]` float32, or `[R x W, V]` after target-verify: the model's own."""
     logprobs: tuple[Tensor, Tensor, Tensor] | None = None
@@ -140,10 +141,10 @@ class StepProgram:
         first.prepare(self.host, step, checked)
         if self.mode is Mode.IDLE:
             return StepResult(self.host["slots"][:0], self.host["slots"][:0])
-        logits, streams = first.main()
+        logits, finite, streams = first.main()
         if checked:
             self._check_logits(logits, num_reqs, step)
-        tokens = first.settle(self.host, logits, variant)
+        tokens = first.settle(self.host, logits, variant, finite)
         told = first.logprobs(logits, tokens) if variant.logprobs else None
         for stage, repeat in zip(self.stages[1:], self._repeats[1:], strict=True):
             for _ in range(repeat):

@@ -10,7 +10,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from v4graph.engine.async_engine import EngineDeadError
-from v4graph.errors import RequestError
+from v4graph.errors import NonFiniteLogitsError, RequestError
 from v4graph.server.errors import ApiError, as_api_error
 from v4graph.server.generation import ChoiceDelta, Generation, Serving
 from v4graph.server.protocol import GenerationRequest
@@ -93,7 +93,7 @@ async def answer_whole(
         return JSONResponse(await until_disconnect(request, work))
     except ClientDisconnectedError:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    except (RequestError, EngineDeadError) as error:
+    except (RequestError, EngineDeadError, NonFiniteLogitsError) as error:
         raise as_api_error(error, prompt_param) from error
     finally:
         generation.close()

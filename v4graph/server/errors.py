@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from v4graph.engine.async_engine import EngineDeadError
-from v4graph.errors import RequestError
+from v4graph.errors import NonFiniteLogitsError, RequestError
 from v4graph.server.body import DuplicateKeyError
 from v4graph.server.protocol import UnsupportedFieldError
 
@@ -47,6 +47,8 @@ def as_api_error(error: Exception, prompt_param: str = "prompt") -> ApiError:
         param = prompt_param if error.field in ("prompt", "prompt_ids") else error.field
         code = "unsupported_field" if isinstance(error, UnsupportedFieldError) else None
         return ApiError(400, str(error), param, code)
+    if isinstance(error, NonFiniteLogitsError):
+        return ApiError(500, str(error), kind="server_error", code="nonfinite_logits")
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), kind="server_error", code="engine_dead")
     return ApiError(500, f"internal error: {type(error).__name__}", kind="server_error")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from v4graph.engine.async_engine import AsyncEngine, RequestStream
 from v4graph.engine.request import FinishReason, SamplingParams, TokenLogprobs
+from v4graph.errors import NonFiniteLogitsError
 from v4graph.server.metrics import RequestTimer, ServerMetrics
 from v4graph.server.protocol import GenerationRequest
 from v4graph.server.responses import FinishName, Usage
@@ -110,6 +111,7 @@ class Generation:
 
         Raises:
             EngineDeadError: the engine died; the choices stay unfinished.
+            NonFiniteLogitsError: a choice cannot go on; the others are aborted.
         """
         merged: asyncio.Queue[ChoiceDelta | Exception] = asyncio.Queue()
 
@@ -139,10 +141,13 @@ class Generation:
         body = self._body
         output = OutputText(self._serving.tokenizer, body.stop, self._thinking, body.min_tokens)
         told: list[TokenLogprobs] = []
+        num_tokens_so_far = 0
         async for step in stream:
             self._num_cached_tokens[index] = step.num_cached_tokens
             # The token that ended the text is counted, but has no text of its own.
             ended = step.finish_reason is FinishReason.STOP
+            faulty = step.finish_reason is FinishReason.ERROR
+            num_tokens_so_far += len(step.token_ids)
             delta = output.push(step.token_ids[:-1] if ended else step.token_ids)
             num_tokens = delta.num_tokens if delta.stopped else len(step.token_ids)
             self._num_completion_tokens += num_tokens
@@ -152,7 +157,7 @@ class Generation:
             if delta.stopped:
                 stream.close()
                 finish = "stop"
-            elif step.finish_reason is not None:
+            elif step.finish_reason is not None and not faulty:
                 tail = output.flush()
                 text, reasoning = text + tail.text, reasoning + tail.reasoning
                 finish = "stop" if ended or tail.stopped else "length"
@@ -163,6 +168,8 @@ class Generation:
                 told.clear()
             if finish is not None:
                 return
+            if faulty:
+                raise NonFiniteLogitsError.after(num_tokens_so_far)
 
     def _end(self, index: int, reason: str) -> None:
         if index in self._open:
