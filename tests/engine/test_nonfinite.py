@@ -27,6 +27,10 @@ KINDS: dict[str, SamplingParams] = {
         repetition_penalty=1.2,
     ),
 }
+# Every mode and every kind with overlap and without.
+CASES = [
+    (mode, kind, bool((i + j) % 2)) for i, mode in enumerate(MODES) for j, kind in enumerate(KINDS)
+]
 PROMPTS = {"ill": ids(11, 1, 40), "well": ids(19, 2, 40)}
 
 
@@ -61,11 +65,6 @@ def fatal_token(mode: str, kind: str) -> int:
     ill, well = session.tokens["ill"], session.tokens["well"]
     seen = {*PROMPTS["ill"], *PROMPTS["well"], *well, *ill[:2]}
     return next(token for token in ill[2:-4] if token not in seen)
-
-
-CASES = [(mode, kind, True) for mode in MODES for kind in KINDS]
-# The host reads a round later with overlap, whatever the rules of the round.
-CASES += [(mode, "greedy", False) for mode in MODES]
 
 
 @pytest.mark.parametrize(("mode", "kind", "overlap"), CASES)
@@ -119,7 +118,7 @@ def test_a_rejected_draft_that_makes_nan_is_no_fault(mode: str) -> None:
     assert session.reasons["well"] is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("kind", ["greedy", "ruled"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
 def test_one_infinite_logit_is_a_fault(mode: str, kind: str) -> None:
     """Also where it is minus infinity, as bans make it."""
@@ -145,7 +144,7 @@ def test_a_token_before_the_fault_that_ends_the_text_counts() -> None:
 
 
 def test_compiled_and_replayed_steps_tell_faults() -> None:
-    mode = "mtp"
+    mode = "none"
     fatal = fatal_token(mode, "greedy")
     llm = engine(
         mode, fatal, compile=True, greedy_only=True, decode_buckets=(3,), prefill_buckets=((24, 3),)

@@ -318,7 +318,7 @@ class Run:
         failed = [i for i, output in enumerate(self._outputs) if output.finish_reason == "error"]
         if failed:
             count = len(self._outputs)
-            which = f" (prompts {', '.join(str(i + 1) for i in failed)} of {count})"
+            which = f" (prompt {', '.join(str(i + 1) for i in failed)} of {count})"
             error = NonFiniteLogitsError.after(len(self._outputs[failed[0]].token_ids))
             raise NonFiniteLogitsError(f"{error}{which if count > 1 else ''}")
 
