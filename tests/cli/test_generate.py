@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -35,6 +35,8 @@ class FakeEngine:
     max_model_len: int = 64
     spec: Any = field(default_factory=lambda: SimpleNamespace(bos_token_id=None, name="fake"))
     running: dict[str, tuple[SamplingParams, int]] = field(default_factory=dict)
+    faulty: ClassVar[str | None] = None
+    """A request whose logits are not finite behind its first token."""
     prompts: list[list[int]] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
 
@@ -58,6 +60,8 @@ class FakeEngine:
                 finish = FinishReason.STOP
             elif count + 1 == params.max_tokens:
                 finish = FinishReason.LENGTH
+            if request_id == self.faulty:
+                finish = FinishReason.ERROR
             self.running[request_id] = (params, count + 1)
             if finish is not None:
                 del self.running[request_id]
@@ -209,6 +213,7 @@ def test_options_reach_the_engine(generate: Generate, engines: list[FakeEngine])
         "checked": True,
         "kernels": "auto",
         "weight_format": "auto",
+        "allow_nonfinite": False,
         "speculative": "mtp",
         "num_draft_tokens": 2,
         "overlap": False,
@@ -363,3 +368,16 @@ def test_serve_py_is_the_serve_command() -> None:
     )
     assert run.returncode == 0
     assert "--served-model-name" in run.stdout
+
+
+def test_logits_that_are_not_finite_fail_once_the_others_are_done(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeEngine, "faulty", "1")
+    result = generate("--prompt", "the", "--prompt", "fox", "--json")
+    assert result.exit_code == 2
+    outputs = json.loads(result.stdout)["outputs"]
+    assert [o["finish_reason"] for o in outputs] == ["stop", "error"]
+    assert outputs[0]["text"] == ANSWER
+    assert "NaN or infinite after 1 generated token(s)" in result.stderr
+    assert "prompt 2 of 2" in result.stderr
