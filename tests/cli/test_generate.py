@@ -379,5 +379,5 @@ def test_logits_that_are_not_finite_fail_once_the_others_are_done(
     outputs = json.loads(result.stdout)["outputs"]
     assert [o["finish_reason"] for o in outputs] == ["stop", "error"]
     assert outputs[0]["text"] == ANSWER
-    assert "NaN or infinite after 1 generated token(s)" in result.stderr
+    assert "NaN or infinite after 1 generated token:" in result.stderr
     assert "prompt 2 of 2" in result.stderr
