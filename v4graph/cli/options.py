@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from v4graph.cli.progress import Progress, show_progress
+from v4graph.cli.progress import show_progress
 
 if TYPE_CHECKING:
     from v4graph.engine.engine import LLMEngine
+    from v4graph.program.build import Progress
     from v4graph.text.tokenizer import Tokenizer
 
 Dtype = Literal["float32", "bfloat16"]

@@ -6,19 +6,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from v4graph.program.build import Progress
 
 INTERVAL_S = 10.0
 """Between two lines."""
 _DOING = {"load": "loading weights", "compile": "compiling"}
-
-
-class Progress(Protocol):
-    """Takes a stage, how much of it is done, of how much, and what comes next."""
-
-    def __call__(self, stage: str, done: int, total: int, what: str = "", /) -> None: ...
 
 
 @contextmanager

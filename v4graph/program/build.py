@@ -181,7 +181,8 @@ class ProgramSet:
         for i, key in enumerate(todo):
             if progress is not None:
                 mode, bucket = key
-                what = f"{mode.value} of {bucket.num_tokens} tokens, {bucket.num_reqs} requests"
+                size = counted(bucket.num_tokens, "token"), counted(bucket.num_reqs, "request")
+                what = f"{mode.value} of {', '.join(size)}"
                 progress("compile", i, len(todo), what)
             if before is not None:
                 before(key)
